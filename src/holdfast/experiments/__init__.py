@@ -1,0 +1,1 @@
+"""Experiments: methods over random splits of precomputed noisy logits, and the demo."""

@@ -1,0 +1,31 @@
+"""The methods, by the names that the command line, JSON and saved predictors use."""
+
+from __future__ import annotations
+
+from holdfast.errors import InputError
+from holdfast.methods.base import Method, Setting
+from holdfast.methods.bincp import BinCP
+from holdfast.methods.cas import CAS
+from holdfast.methods.cp import SmoothedCP, SplitCP
+from holdfast.methods.exact import RCP1, Exact, ExactAsymmetric
+from holdfast.methods.rscp import RSCP, RSCPPlusBernstein, RSCPPlusHoeffding
+
+METHODS: dict[str, type[Method]] = {
+    method.name: method
+    for method in (SplitCP, SmoothedCP, RSCP, RSCPPlusHoeffding, RSCPPlusBernstein, Exact, ExactAsymmetric, RCP1, BinCP, CAS)
+}
+
+
+def get_method(name: str) -> type[Method]:
+    """A method by name.
+
+    Example:
+        >>> get_method("exact").certified, get_method("rscp").certified
+        (True, False)
+    """
+    if name not in METHODS:
+        raise InputError(f"expected a method among {', '.join(METHODS)}, got {name!r}")
+    return METHODS[name]
+
+
+__all__ = ["METHODS", "Method", "Setting", "get_method", *(method.__name__ for method in METHODS.values())]

@@ -1,0 +1,113 @@
+"""The common interface: every method is a statistic of the draws and one threshold.
+
+    fit on the holdout -> calibration statistic -> threshold -> test statistic <= threshold
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+from jaxtyping import Bool
+from torch import Tensor
+
+from holdfast.conformal import Guarantee
+from holdfast.draws import Draws
+from holdfast.errors import InputError
+from holdfast.tuning import Holdout
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is asked of a method: the promise and the budget, all fixed before calibration data are looked at."""
+
+    alpha: float
+    epsilon: float
+    sigma: float
+    draws: int
+    n: int
+    classes: int
+    calibration_draws: int | None = None
+    beta: float = 0.001
+
+    @property
+    def r(self) -> float:
+        """epsilon / sigma: how many noise standard deviations the attacker may move the input."""
+        return self.epsilon / self.sigma if self.sigma else 0.0
+
+    @property
+    def cal_draws(self) -> int:
+        return self.draws if self.calibration_draws is None else self.calibration_draws
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """A method fitted to its setting. Subclasses state their theorem in three functions.
+
+    Attributes:
+        name: the name in the command line, JSON and saved predictors.
+        certified: whether coverage is proved under attack.
+        compares_only: uses only the order of scores, so :meth:`Score.order` serves it and PTT cannot help it.
+        uses_holdout: looks at the holdout; methods that do not may add it to their calibration points.
+        pays_beta: spends the Monte Carlo budget beta.
+    """
+
+    setting: Setting
+
+    name: ClassVar[str]
+    certified: ClassVar[bool]
+    compares_only: ClassVar[bool] = False
+    uses_holdout: ClassVar[bool] = False
+    pays_beta: ClassVar[bool] = False
+
+    @classmethod
+    def fit(cls, setting: Setting, holdout: Holdout | None = None) -> Self:
+        """Choose whatever the method may choose, on the holdout alone."""
+        return cls(setting)
+
+    @property
+    def test_draws(self) -> int:
+        """Model evaluations per query that this method really uses."""
+        return self.setting.draws
+
+    @property
+    def calibration_draws(self) -> int:
+        return self.setting.cal_draws
+
+    @abstractmethod
+    def calibration_statistic(self, true: Draws) -> Tensor:
+        """What is kept of a calibration point: ``[n, N]`` scores of true labels -> ``[n]`` or ``[n, j]``."""
+
+    @abstractmethod
+    def threshold(self, statistic: Tensor) -> float:
+        """The threshold that the calibration points' statistics give; +inf means every label."""
+
+    @abstractmethod
+    def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
+        """``[n, K, N]`` scores -> ``[n, K]``; a label is in the set iff its statistic is at most the threshold."""
+
+    def decide(self, draws: Draws, threshold: float, v: Tensor | None = None) -> Bool[Tensor, "n k"]:
+        """The prediction sets."""
+        return self.test_statistic(draws, v) <= threshold
+
+    def guarantee(self, score: str = "hps", transform: str = "none") -> Guarantee:
+        s = self.setting
+        return Guarantee(
+            method=self.name, certified=self.certified, alpha=s.alpha, epsilon=s.epsilon, sigma=s.sigma,
+            draws=self.test_draws, n=s.n, calibration_draws=self.calibration_draws,
+            beta=s.beta if self.pays_beta else None, score=score, transform=transform,
+        )  # fmt: skip
+
+    def parameters(self) -> dict[str, Any]:
+        """What fit chose, as plain JSON values."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "setting"}
+
+    def _unit_interval(self, draws: Draws) -> Draws:
+        low, high = float(draws.values.min()), float(draws.values.max())
+        if not (0 <= low and high <= 1):
+            raise InputError(
+                f"{self.name} expects scores in [0, 1] (its bound assumes it), got [{low:.3g}, {high:.3g}]; "
+                "use transform 'ptt', choose hps/aps/raps, or a count rule (exact, exact_asymmetric)"
+            )
+        return draws

@@ -1,0 +1,50 @@
+"""Split conformal prediction: valid on clean data, promising nothing under attack."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from holdfast.conformal import conformal_quantile
+from holdfast.draws import Draws
+from holdfast.methods.base import Method
+
+
+class SplitCP(Method):
+    """Vanilla conformal prediction on one evaluation of the model, clean (sigma = 0) or with one noisy draw."""
+
+    name = "cp"
+    certified = False
+    compares_only = True
+
+    @property
+    def test_draws(self) -> int:
+        return 1
+
+    @property
+    def calibration_draws(self) -> int:
+        return 1
+
+    def calibration_statistic(self, true: Draws) -> Tensor:
+        return true.values[..., 0]
+
+    def threshold(self, statistic: Tensor) -> float:
+        return conformal_quantile(statistic, self.setting.alpha)
+
+    def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
+        return draws.values[..., 0]
+
+
+class SmoothedCP(Method):
+    """Conformal prediction on the Monte Carlo mean of the score: the sets that robustness is paid from."""
+
+    name = "cp_smoothed"
+    certified = False
+
+    def calibration_statistic(self, true: Draws) -> Tensor:
+        return true.mean
+
+    def threshold(self, statistic: Tensor) -> float:
+        return conformal_quantile(statistic, self.setting.alpha)
+
+    def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
+        return draws.mean

@@ -1,0 +1,114 @@
+"""Gaussian noise keyed by (seed, role, example, draw): a pure function, the same for any batch, order or resume.
+
+The generator is Philox4x32-10 (Salmon et al. 2011), counter based: the key comes from the seed and the role, the
+counter is (position, draw, example). No state is carried, so nothing depends on who asked for what first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from holdfast.errors import InputError
+
+ROLES = ("holdout", "calibration", "test", "attack", "train")
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+
+
+def fresh_seed() -> int:
+    """A 128-bit seed from the operating system's entropy: what a deployed predictor uses for every call."""
+    return secrets.randbits(128)
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10 on int64 tensors that hold 32-bit words.
+
+    Example:
+        The first known-answer vector of the authors' Random123 library:
+
+        >>> zero = torch.zeros(1, dtype=torch.int64)
+        >>> [hex(int(word)) for word in philox((zero, zero, zero, zero), (0, 0))]
+        ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+    """
+    c0, c1, c2, c3 = (word.clone() for word in torch.broadcast_tensors(*counter))
+    k0, k1 = key
+    for _ in range(10):
+        # The product of two 32-bit words wraps modulo 2^64 in int64, but its bits are right: shift and mask them out.
+        # In place throughout: this loop is bound by memory traffic.
+        low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = torch.bitwise_right_shift(high, 32, out=c0).bitwise_and_(_MASK).bitwise_xor_(c1).bitwise_xor_(k0)
+        c2 = torch.bitwise_right_shift(low, 32, out=c2).bitwise_and_(_MASK).bitwise_xor_(c3).bitwise_xor_(k1)
+        c1, c3 = high.bitwise_and_(_MASK), low.bitwise_and_(_MASK)
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One role's noise under one seed. Streams of different roles share no key, so they never meet.
+
+    Example:
+        >>> stream = Stream(seed=7, role="test")
+        >>> ids = torch.tensor([5, 3])
+        >>> both = stream.gaussian(ids, draws=range(0, 4), shape=(1, 8, 8))
+        >>> one = stream.gaussian(ids[1:], draws=range(2, 3), shape=(1, 8, 8))
+        >>> both.shape, torch.equal(both[1, 2], one[0, 0])
+        (torch.Size([2, 4, 1, 8, 8]), True)
+    """
+
+    seed: int
+    role: str
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise InputError(f"expected a role among {', '.join(ROLES)}, got {self.role!r}")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise InputError(f"expected a seed that is a non-negative integer, got {self.seed!r}")
+
+    def __repr__(self) -> str:
+        # The seed stays out: whoever learns it knows the noise, and then nothing is certified.
+        return f"Stream(role={self.role!r})"
+
+    def _key(self, purpose: str) -> tuple[int, int]:
+        digest = hashlib.sha256(f"holdfast/{purpose}/{self.role}/{self.seed}".encode()).digest()
+        return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+
+    def gaussian(self, ids: Int[Tensor, " b"], draws: range, shape: tuple[int, ...]) -> Float[Tensor, "b d ..."]:
+        """Standard normal noise ``[b, len(draws), *shape]`` in float32 on the device of ``ids``."""
+        size, blocks = prod(shape), math.ceil(prod(shape) / 4)  # a counter gives four words: two Box-Muller pairs
+        position = torch.arange(blocks, device=ids.device)
+        draw = torch.arange(draws.start, draws.stop, draws.step, device=ids.device).repeat(len(ids))[:, None]
+        low, high = (part.repeat_interleave(len(draws))[:, None] for part in (ids & _MASK, (ids >> 32) & _MASK))
+        out = torch.empty(len(draw), blocks, 4, device=ids.device)
+        # On a CPU a few thousand counters at a time, so that the integer words stay in cache.
+        rows = max(1, 8192 // blocks) if ids.device.type == "cpu" else max(1, len(draw))
+        for at in range(0, len(draw), rows):
+            part = slice(at, at + rows)
+            words = philox((position, draw[part], low[part], high[part]), self._key("gaussian"))
+            for pair in (0, 2):
+                radius = _unit(words[pair]).log_().mul_(-2).sqrt_()
+                angle = _unit(words[pair + 1]).mul_(2 * math.pi)
+                torch.mul(radius, angle.cos(), out=out[part, :, pair])
+                torch.mul(radius, angle.sin(), out=out[part, :, pair + 1])
+        return out.view(len(draw), -1)[:, :size].reshape(len(ids), len(draws), *shape)
+
+    def uniform(self, ids: Int[Tensor, " b"], purpose: str) -> Float[Tensor, " b"]:
+        """One U(0, 1) number per example, independent of its noise and of every other purpose."""
+        zero = torch.zeros_like(ids)
+        words = philox((zero, zero, ids & _MASK, (ids >> 32) & _MASK), self._key(purpose))
+        return _unit(words[0])
+
+
+def _unit(words: Tensor) -> Tensor:
+    """32-bit words -> float32 in (0, 1]: the logarithm is finite and the largest radius is 6.8."""
+    return (words.to(torch.float32) + 0.5) * 2.0**-32
