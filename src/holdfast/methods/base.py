@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 
@@ -90,6 +91,13 @@ class Method(ABC):
     def decide(self, draws: Draws, threshold: float, v: Tensor | None = None) -> Bool[Tensor, "n k"]:
         """The prediction sets."""
         return self.test_statistic(draws, v) <= threshold
+
+    def estimated_size(self, holdout: Holdout) -> float:
+        """Mean set size to expect, from the holdout alone (its own points serve as calibration points)."""
+        threshold = self.threshold(self.calibration_statistic(holdout.true.first(self.calibration_draws)))
+        every = holdout.draws.first(self.test_draws)
+        v = torch.linspace(0, 1, len(holdout), device=every.values.device)
+        return float(self.decide(every, threshold, v).sum() / len(holdout))
 
     def guarantee(self, score: str = "hps", transform: str = "none") -> Guarantee:
         s = self.setting

@@ -9,6 +9,7 @@ conformal risk control (:class:`ExactAsymmetric`, the majorant). See the docs fo
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Self
@@ -47,6 +48,14 @@ class CountRule(Method):
             raise InputError("a randomised boundary needs one uniform number per image, independent of the noise")
         return torch.where((v < self.gamma)[:, None], draws.largest(self.kappa + 2), strict)
 
+    @abstractmethod
+    def holdout_risk(self, law: ndarray) -> ndarray:
+        """What calibration keeps below alpha (or alpha'), minus it, at each threshold of a holdout's count law."""
+
+    def estimated_size(self, holdout: Holdout) -> float:
+        fits = self.holdout_risk(holdout.count_law(self.calibration_draws)) <= 0
+        return float(holdout.size(self.test_draws, self.kappa, self.gamma)[fits.argmax()])
+
 
 @dataclass(frozen=True)
 class Exact(CountRule):
@@ -74,6 +83,9 @@ class Exact(CountRule):
         )
         _, c, kappa, gamma = best
         return cls(setting, kappa=kappa, gamma=gamma, c=c)
+
+    def holdout_risk(self, law: ndarray) -> ndarray:
+        return law[:, self.c + 1 :].sum(axis=1) - self.level
 
     def calibration_statistic(self, true: Draws) -> Tensor:
         return true.largest(self.c + 1)
@@ -115,6 +127,10 @@ class ExactAsymmetric(CountRule):
             raise InputError(
                 f"expected a nondecreasing g on 0..{self.calibration_draws} calibration draws, got {len(self.g)} values"
             )
+
+    def holdout_risk(self, law: ndarray) -> ndarray:
+        n = self.setting.n
+        return (n * law @ np.array(self.g) + self.g[-1]) / (n + 1) - self.setting.alpha
 
     @property
     def _rises(self) -> tuple[ndarray, ndarray]:

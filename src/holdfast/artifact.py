@@ -1,0 +1,179 @@
+"""A predictor on disk: one safetensors file, checksummed throughout; whatever does not match is refused.
+
+The file holds the calibration points' scores and the holdout scores of PTT; its metadata hold a JSON manifest (format,
+promises, rules, score, numerics, model fingerprint, checksums) and the manifest's own checksum. Nothing is executed on
+loading, and every threshold is computed again from the scores and compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialize
+from torch import Tensor
+
+from holdfast.draws import Draws
+from holdfast.errors import HoldfastWarning, InputError
+from holdfast.methods import METHODS, Setting
+from holdfast.predictor import Calibrated, Level, Predictor
+from holdfast.progress import Report
+from holdfast.scores import SCORES, CustomScore, Score, get_score
+from holdfast.smoothing import Classifier, Smoother
+from holdfast.smoothing import fingerprint as fingerprint_of
+from holdfast.transforms import PTT
+
+FORMAT = 1
+
+
+def _digest(tensor: Tensor) -> str:
+    tensor = tensor.contiguous()
+    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes()).hexdigest()
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write beside the target, then rename: a reader sees the old file or the new one, never half of one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save(predictor: Predictor, path: str | Path) -> None:
+    """Write a predictor to one file."""
+    tensors = {"calibration": predictor.calibration.cpu().contiguous()}
+    if predictor.holdout is not None:
+        tensors["holdout"] = predictor.holdout.cpu().contiguous()
+    manifest = {
+        "format": FORMAT,
+        "classes": predictor.classes,
+        "class_names": predictor.class_names,
+        "sigma": predictor.smoother.sigma,
+        "numerics": predictor.smoother.numerics,
+        "score": predictor.score.config(),
+        "model_fingerprint": predictor.model_fingerprint,
+        "holdout_size": predictor.holdout_size,
+        "levels": [
+            {
+                "method": calibrated.rule.name,
+                "transform": calibrated.transform,
+                "setting": asdict(calibrated.rule.setting),
+                "parameters": calibrated.rule.parameters(),
+                "threshold": repr(calibrated.threshold),
+                "guarantee": predictor.guarantee_for(*level).to_dict(),
+            }
+            for level, calibrated in predictor.levels.items()
+        ],
+        "checksums": {name: _digest(tensor) for name, tensor in tensors.items()},
+    }
+    text = json.dumps(manifest, sort_keys=True)
+    metadata = {"holdfast": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    write_atomically(Path(path), serialize(tensors, metadata))
+
+
+def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The checked manifest and tensors of a saved predictor, without any model."""
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"no predictor at {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, ValueError, OSError) as error:
+        raise InputError(f"{path} is not a complete safetensors file ({error}); save the predictor again") from None
+    if "holdfast" not in metadata:
+        raise InputError(f"{path} is a safetensors file but not a holdfast predictor; make one with Predictor.save")
+    text = metadata["holdfast"]
+    if hashlib.sha256(text.encode()).hexdigest() != metadata.get("sha256"):
+        raise InputError(f"the manifest of {path} does not match its checksum: the file was altered; save it again")
+    manifest = json.loads(text)
+    if manifest.get("format") != FORMAT:
+        raise InputError(f"{path} has format {manifest.get('format')}, this version reads {FORMAT}; calibrate again")
+    found = {name: _digest(tensor) for name, tensor in tensors.items()}
+    if found != manifest["checksums"]:
+        differ = sorted(set(found.items()) ^ set(manifest["checksums"].items()))
+        raise InputError(f"{path}: tensor {differ[0][0]!r} does not match its checksum: the file was altered; save it again")
+    return manifest, tensors
+
+
+def _score(config: dict[str, Any], given: str | Score | Callable[..., Tensor] | None) -> Score:
+    if config.get("custom"):
+        if given is None:
+            raise InputError(f"this predictor uses the custom score {config['name']!r}; pass it: load(path, model, score=...)")
+        score = get_score(given)
+        if not isinstance(given, Score):
+            score = CustomScore(given, config["name"], config["bounded"])  # type: ignore[arg-type]
+    else:
+        score = SCORES[config["name"]](**{key: value for key, value in config.items() if key != "name"})
+    if given is not None and get_score(given).name != config["name"] and not config.get("custom"):
+        raise InputError(f"this predictor was calibrated with score {config['name']!r}, not {get_score(given).name!r}")
+    return score
+
+
+def load(
+    path: str | Path,
+    model: Classifier,
+    *,
+    fingerprint: str | None = None,
+    score: str | Score | Callable[..., Tensor] | None = None,
+    batch_size: int | None = None,
+    device: torch.device | str | None = None,
+    progress: bool | Report = True,
+) -> Predictor:
+    """Read a predictor and put the model back under it; refuses another model, an altered or a foreign file.
+
+    Args:
+        path: what :meth:`Predictor.save` wrote.
+        model: the very model it was calibrated with; its fingerprint is compared.
+        fingerprint: the string given at calibration for a model that is not an ``nn.Module``.
+        score: only for custom scores, which are code and therefore not in the file.
+        batch_size, device, progress: see :class:`Smoother`; numerics are restored from the file.
+    """
+    manifest, tensors = read(path)
+    numerics = manifest["numerics"]
+    autocast = None if numerics["autocast"] is None else getattr(torch, numerics["autocast"])
+    smoother = Smoother(
+        model, manifest["sigma"], batch_size=batch_size, device=device, autocast=autocast,
+        channels_last=numerics["channels_last"], compile=numerics["compile"], progress=progress,
+    )  # fmt: skip
+    expected, found = manifest["model_fingerprint"], fingerprint or fingerprint_of(model)
+    if expected is None or found is None:
+        warnings.warn(
+            "the model cannot be compared with the one calibrated: it has no fingerprint. Give a callable one with "
+            "fingerprint=... at calibration and loading",
+            HoldfastWarning, stacklevel=2,
+        )  # fmt: skip
+    elif expected != found:
+        raise InputError(
+            f"the model differs from the one calibrated: fingerprint {found[:12]}..., expected {expected[:12]}...; load the "
+            "weights that were calibrated, or calibrate again"
+        )
+    levels: dict[Level, Calibrated] = {}
+    for entry in manifest["levels"]:
+        parameters = {key: tuple(value) if isinstance(value, list) else value for key, value in entry["parameters"].items()}
+        rule = METHODS[entry["method"]](setting=Setting(**entry["setting"]), **parameters)
+        scores = tensors["calibration"]
+        if entry["transform"] == "ptt":
+            scores = PTT(tensors["holdout"], b=1 - rule.setting.alpha)(scores)
+        threshold = rule.threshold(rule.calibration_statistic(Draws(scores).first(rule.calibration_draws)))
+        saved = float(entry["threshold"])
+        if not (threshold == saved or math.isclose(threshold, saved, rel_tol=1e-12)):
+            raise InputError(f"{path}: the threshold {saved} does not follow from the calibration scores ({threshold})")
+        levels[rule.setting.alpha, rule.setting.epsilon] = Calibrated(rule, entry["transform"], saved)
+    names = manifest["class_names"]
+    return Predictor(
+        smoother, _score(manifest["score"], score), levels, tensors["calibration"], tensors.get("holdout"),
+        manifest["classes"], None if names is None else tuple(names), expected, manifest["holdout_size"],
+    )  # fmt: skip

@@ -1,0 +1,342 @@
+"""From a model and labelled data to a predictor: hold out, smooth, tune, calibrate."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.conformal import Guarantee
+from holdfast.draws import Draws
+from holdfast.errors import HoldfastWarning, InputError
+from holdfast.inputs import Batch, batches, in_memory, length
+from holdfast.methods import Method, Setting, get_method
+from holdfast.methods.exact import Exact, ExactAsymmetric
+from holdfast.metrics import check_labels
+from holdfast.noise import Stream, fresh_seed
+from holdfast.predictor import Calibrated, Level, Predictor, noisy_scores, score_kind
+from holdfast.progress import Bar, Report
+from holdfast.scores import Score, get_score
+from holdfast.smoothing import Classifier, Smoother, evaluation_mode
+from holdfast.smoothing import fingerprint as model_fingerprint
+from holdfast.transforms import PTT
+from holdfast.tuning import Holdout
+
+
+def calibrate(
+    model: Classifier | Sequence[tuple[float, Classifier]],
+    data: Any,
+    *,
+    epsilon: float | Sequence[float],
+    sigma: float | None = None,
+    alpha: float | Sequence[float] = 0.1,
+    score: str | Score = "hps",
+    method: str = "auto",
+    draws: int = 16,
+    calibration_draws: int | None = None,
+    transform: str | None = None,
+    beta: float = 0.001,
+    holdout: Any = None,
+    randomize: bool = False,
+    class_names: Sequence[str] | None = None,
+    ids: Any = None,
+    seed: int | None = None,
+    fingerprint: str | None = None,
+    batch_size: int | None = None,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+    channels_last: bool = False,
+    compile: bool = False,
+    progress: bool | Report = True,
+) -> Predictor:
+    """Calibrate a classifier for robust prediction sets.
+
+    Args:
+        model: ``images -> logits``; or several ``(sigma, model)`` pairs, of which the holdout picks the best.
+        data: labelled images in [0, 1]: ``(images, labels)``, a dataset or a loader; never seen in training.
+        epsilon: L2 radius of the attack, in pixel units; several give a predictor that answers for each.
+        sigma: standard deviation of the noise; epsilon to 2 epsilon works well for a model trained under that noise.
+        alpha: miscoverage; several are allowed.
+        score: ``hps``, ``aps``, ``raps``, a :class:`Score` or a function of logits.
+        method: ``auto`` takes the better of ``exact`` and ``exact_asymmetric`` on the holdout; or any name in ``METHODS``.
+        draws: model evaluations per query.
+        calibration_draws: model evaluations per calibration point, paid once; by default 64 (at least ``draws``) for
+            the exact certificates and ``draws`` for other methods.
+        transform: ``none`` or ``ptt``; by default ``ptt`` for methods that average scores.
+        beta: Monte Carlo failure budget of RSCP+.
+        holdout: labelled data for tuning, or how many points to take from ``data``; by default min(500, n // 10).
+        randomize: let the exact certificates randomise their boundary.
+        class_names: names for reading sets.
+        ids: integers that key each point's noise; positions by default.
+        seed: reproducible calibration, for experiments; fresh operating-system entropy by default.
+        fingerprint: a string that identifies a model that is not an ``nn.Module``.
+        batch_size, device, autocast, channels_last, compile, progress: see :class:`Smoother`.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+        >>> images = torch.rand(400, 1, 2, 2)
+        >>> labels = model(images).argmax(dim=1)
+        >>> predictor = calibrate(model, (images, labels), epsilon=0.1, sigma=0.1, draws=4)
+        >>> len(predictor.predict(images[:5]))
+        5
+    """
+    alphas, epsilons = _levels(alpha, "alpha"), _levels(epsilon, "epsilon")
+    levels = [(a, e) for a in alphas for e in epsilons]
+    request = _Request(get_score(score), method, draws, calibration_draws, transform, beta, randomize)
+    options = {
+        "batch_size": batch_size, "device": device, "autocast": autocast, "channels_last": channels_last,
+        "compile": compile, "progress": progress,
+    }  # fmt: skip
+    seed = fresh_seed() if seed is None else seed
+    if isinstance(model, Sequence):
+        if sigma is not None:
+            raise InputError("give either sigma or several (sigma, model) pairs, not both")
+        pairs = [(float(s), m) for s, m in model]
+        if len(pairs) > 1 and not in_memory(data) and (holdout is None or isinstance(holdout, int)):
+            raise InputError("choosing among several (sigma, model) pairs reads the holdout once per pair: give it as holdout=")
+    elif sigma is None:
+        raise InputError("expected sigma, the standard deviation of the noise; epsilon to 2 epsilon works well")
+    else:
+        pairs = [(float(sigma), model)]
+    for s, _ in pairs:
+        request.refuse_impossible(levels, s, length(data))
+    smoothers = [Smoother(m, s, **options) for s, m in pairs]
+    parts = _Parts(data, holdout, ids, seed, request)
+    if len(smoothers) > 1:
+        smoother = min(smoothers, key=lambda s: _expected_size(s, parts, request, levels, seed))
+    else:
+        smoother = smoothers[0]
+    collected = _collect(smoother, parts, request, seed)
+    return _conformalize(smoother, collected, request, levels, class_names, fingerprint)
+
+
+conformalize = calibrate
+
+
+# -- inside calibrate --------------------------------------------------------------------------------------------------
+
+
+def _levels(values: float | Sequence[float], name: str) -> list[float]:
+    listed = [float(values)] if isinstance(values, int | float) else [float(v) for v in values]
+    if not listed or len(set(listed)) != len(listed):
+        raise InputError(f"expected one or several distinct values of {name}, got {values!r}")
+    return listed
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the user asked for, apart from data and model."""
+
+    score: Score
+    method: str
+    draws: int
+    asked_calibration_draws: int | None
+    asked_transform: str | None
+    beta: float
+    randomize: bool
+
+    def __post_init__(self) -> None:
+        if self.draws < 1 or (self.asked_calibration_draws or 1) < 1:
+            raise InputError(f"expected at least 1 draw, got {self.draws} (calibration {self.asked_calibration_draws})")
+        if self.transform not in ("none", "ptt"):
+            raise InputError(f"expected transform none or ptt, got {self.transform!r}")
+
+    @property
+    def main(self) -> type[Method]:
+        return ExactAsymmetric if self.method == "auto" else get_method(self.method)
+
+    @property
+    def transform(self) -> str:
+        return self.asked_transform or ("none" if self.main.compares_only else "ptt")
+
+    @property
+    def calibration_draws(self) -> int:
+        if self.asked_calibration_draws is not None:
+            return self.asked_calibration_draws
+        return max(64, self.draws) if self.main is ExactAsymmetric else self.draws
+
+    @property
+    def kind(self) -> str:
+        return score_kind(self.main, self.transform)
+
+    @property
+    def needs_holdout(self) -> bool:
+        return self.main.uses_holdout or self.transform == "ptt"
+
+    def setting(self, level: Level, sigma: float, n: int, classes: int, calibration_draws: int | None = None) -> Setting:
+        return Setting(level[0], level[1], sigma, self.draws, n, classes, calibration_draws or self.calibration_draws, self.beta)
+
+    def refuse_impossible(self, levels: list[Level], sigma: float, n: int | None) -> None:
+        """Impossible promises are refused before the network runs; n is checked again once it is known exactly."""
+        for level in levels:
+            setting = self.setting(level, sigma, n or 10**9, 2)
+            Guarantee(
+                self.main.name, self.main.certified, *level, sigma, self.draws, setting.n, self.calibration_draws,
+                self.beta if self.main.pays_beta else None,
+            )  # fmt: skip
+
+    def fit(self, level: Level, sigma: float, n: int, classes: int, holdout: Holdout | None) -> Method:
+        setting = self.setting(level, sigma, n, classes)
+        if self.method != "auto":
+            more = {"randomize": self.randomize} if issubclass(self.main, Exact | ExactAsymmetric) else {}
+            return self.main.fit(setting, holdout, **more)
+        assert holdout is not None
+        short = self.setting(level, sigma, n, classes, min(self.draws, self.calibration_draws))
+        rules: list[Method] = [Exact.fit(s, holdout, self.randomize) for s in {setting, short}]
+        rules.append(ExactAsymmetric.fit(setting, holdout, self.randomize))
+        return min(rules, key=lambda rule: rule.estimated_size(holdout))
+
+
+class _Parts:
+    """The data as (role, batch) pairs: holdout points and calibration points, disjoint, decided by id alone."""
+
+    def __init__(self, data: Any, holdout: Any, ids: Any, seed: int, request: _Request) -> None:
+        self.data, self.ids = data, ids
+        self.given = None if holdout is None or isinstance(holdout, int) else holdout
+        self.chosen = torch.zeros(0, dtype=torch.int64)
+        if self.given is None and request.needs_holdout:
+            n = length(data)
+            if n is None:
+                raise InputError("the data have no length, so no holdout can be drawn from them: give one as holdout=")
+            size = min(500, n // 10) if holdout is None else holdout
+            if not 1 <= size < n:
+                raise InputError(
+                    f"expected a holdout of 1 to {n - 1} of the {n} points, got {size}; give more data or holdout=(images, labels)"
+                )
+            # Which points are held out is no secret: only the noise is.
+            generator = torch.Generator().manual_seed(seed % 2**63)
+            self.chosen = torch.randperm(n, generator=generator)[:size]
+
+    def holdout_batches(self) -> Iterator[Batch]:
+        """The holdout alone, for choosing sigma."""
+        if self.given is not None:
+            yield from batches(self.given, labelled=True)
+        else:
+            for role, batch in self.all_batches():
+                if role == "holdout":
+                    yield batch
+
+    def all_batches(self) -> Iterator[tuple[str, Batch]]:
+        if self.given is not None:
+            for batch in batches(self.given, labelled=True):
+                yield "holdout", batch
+        position = 0
+        for batch in batches(self.data, self.ids, labelled=True):
+            held = torch.isin(torch.arange(position, position + len(batch)), self.chosen)
+            position += len(batch)
+            for role, mask in (("holdout", held), ("calibration", ~held)):
+                if mask.any():
+                    yield role, batch[mask.nonzero()[:, 0]]
+
+
+@dataclass
+class _Collected:
+    """Noisy scores: the holdout's for every label, the calibration points' for their true label only."""
+
+    holdout: Holdout | None
+    calibration: Draws | None
+    classes: int
+    accuracy: float
+
+    @property
+    def first_draws(self) -> Tensor:
+        """Sorted scores of the holdout's true labels, one draw each: what PTT is fitted on."""
+        assert self.holdout is not None
+        return self.holdout.true.values[:, 0].sort().values
+
+    def transformed(self, alpha: float) -> _Collected:
+        assert self.holdout is not None
+        ptt = PTT(self.first_draws, b=1 - alpha)
+        held = Holdout(Draws(ptt(self.holdout.draws.values)), self.holdout.labels)
+        calibration = None if self.calibration is None else Draws(ptt(self.calibration.values))
+        return _Collected(held, calibration, self.classes, self.accuracy)
+
+
+def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, only_holdout: bool = False) -> _Collected:
+    """One pass over the data. PTT comes later: it is fitted on what is collected here."""
+    streams = {role: Stream(seed, role) for role in ("holdout", "calibration")}
+    draws = {"holdout": max(request.calibration_draws, request.draws), "calibration": request.calibration_draws}
+    kind = "order" if request.kind == "ptt" else request.kind
+    kept: dict[str, list[Tensor]] = {"holdout": [], "calibration": []}
+    labels: list[Tensor] = []
+    classes, right, seen = 0, 0.0, 0
+    source = (("holdout", b) for b in parts.holdout_batches()) if only_holdout else parts.all_batches()
+    bar = Bar("smoothing", None if only_holdout else length(parts.data), smoother.progress)
+    with evaluation_mode(smoother.model), bar:
+        for role, batch in source:
+            logits = smoother.logits(batch.images, draws[role], streams[role], batch.ids)
+            assert batch.labels is not None
+            y = check_labels(batch.labels, len(batch), logits.shape[2]).to(logits.device)
+            classes = logits.shape[2]
+            right += float((logits.argmax(dim=-1) == y[:, None]).double().mean(dim=1).sum())
+            seen += len(batch)
+            scores = noisy_scores(request.score, kind, logits, streams[role].uniform(batch.ids.to(logits.device), "aps"))
+            if scores.values.isnan().any():
+                raise InputError(f"score {request.score.name!r} returned NaN; a NaN has no rank, so it carries no guarantee")
+            kept[role].append((scores if role == "holdout" else scores.of_label(y)).values.cpu())
+            if role == "holdout":
+                labels.append(y.cpu())
+            bar.advance(len(batch))
+    holdout = Holdout(Draws(torch.cat(kept["holdout"])), torch.cat(labels)) if labels else None
+    calibration = Draws(torch.cat(kept["calibration"])) if kept["calibration"] else None
+    return _Collected(holdout, calibration, classes, right / max(seen, 1))
+
+
+def _expected_size(smoother: Smoother, parts: _Parts, request: _Request, levels: list[Level], seed: int) -> float:
+    """Mean set size to expect over the levels asked for, from the holdout alone."""
+    collected = _collect(smoother, parts, request, seed, only_holdout=True)
+    n = length(parts.data) or 10**6
+    total = 0.0
+    for level in levels:
+        own = collected.transformed(level[0]) if request.transform == "ptt" else collected
+        assert own.holdout is not None
+        total += request.fit(level, smoother.sigma, n, own.classes, own.holdout).estimated_size(own.holdout)
+    return total
+
+
+def _conformalize(
+    smoother: Smoother, collected: _Collected, request: _Request, levels: list[Level],
+    class_names: Sequence[str] | None, fingerprint: str | None,
+) -> Predictor:  # fmt: skip
+    if collected.calibration is None:
+        raise InputError("no calibration points are left after the holdout; give more data")
+    classes, n = collected.classes, len(collected.calibration)
+    if class_names is not None and len(class_names) != classes:
+        raise InputError(f"expected {classes} class names, one per output of the model, got {len(class_names)}")
+    if collected.accuracy < max(0.2, 2 / classes):
+        warnings.warn(
+            f"the model is right on only {collected.accuracy:.1%} of noisy draws at sigma {smoother.sigma:g}, so sets will be "
+            "large; train or fine-tune it under this noise, or choose a smaller sigma",
+            HoldfastWarning, stacklevel=3,
+        )  # fmt: skip
+    calibrated: dict[Level, Calibrated] = {}
+    for level in levels:
+        own = collected.transformed(level[0]) if request.transform == "ptt" else collected
+        assert own.calibration is not None
+        rule = request.fit(level, smoother.sigma, n, classes, own.holdout)
+        rule.guarantee()
+        threshold = rule.threshold(rule.calibration_statistic(own.calibration.first(rule.calibration_draws)))
+        if math.isinf(threshold) and threshold > 0:
+            warnings.warn(
+                f"{rule.name} at alpha {level[0]:g}, epsilon {level[1]:g} can only return the full label set here; more draws, "
+                "more calibration points, a larger sigma or a smaller epsilon may help",
+                HoldfastWarning, stacklevel=3,
+            )  # fmt: skip
+        calibrated[level] = Calibrated(rule, request.transform, threshold)
+    return Predictor(
+        smoother,
+        request.score,
+        calibrated,
+        # Draws are exchangeable, so their order carries nothing but the coupling of one-draw methods to draw 0.
+        calibration=collected.calibration.values,
+        holdout=collected.first_draws if request.transform == "ptt" else None,
+        classes=classes,
+        class_names=None if class_names is None else tuple(class_names),
+        model_fingerprint=fingerprint or model_fingerprint(smoother.model),
+        holdout_size=0 if collected.holdout is None else len(collected.holdout),
+    )

@@ -1,0 +1,37 @@
+"""The one shape in which datasets come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Images [n, channels, height, width] in [0, 1], labels [n] and the names of the classes."""
+
+    name: str
+    images: Float[Tensor, "n c h w"]
+    labels: Int[Tensor, " n"]
+    class_names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: Tensor | slice) -> Labelled:
+        return Labelled(self.name, self.images[index], self.labels[index], self.class_names)
+
+    @property
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """(images, labels), as every function of holdfast takes them."""
+        return self.images, self.labels
+
+    def split(self, *sizes: int, seed: int = 0) -> tuple[Labelled, ...]:
+        """Random disjoint parts of the given sizes; the last may be -1 for the rest."""
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
+        last = len(self) - sum(sizes[:-1]) if sizes[-1] == -1 else sizes[-1]
+        parts = order[: sum(sizes[:-1]) + last].split([*sizes[:-1], last])
+        return tuple(self[part] for part in parts)

@@ -1,0 +1,138 @@
+"""Whatever users bring (tensors, arrays, datasets, loaders) as batches of checked images, labels and ids."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from holdfast.errors import HoldfastWarning, InputError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images [b, ...] in pixel units, their labels if there are any, and the ids that key their noise."""
+
+    images: Tensor
+    labels: Tensor | None
+    ids: Tensor
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: Tensor | slice) -> Batch:
+        return Batch(self.images[index], None if self.labels is None else self.labels[index], self.ids[index])
+
+
+def length(data: Any) -> int | None:
+    """How many examples there are, where that is known before reading them."""
+    if isinstance(data, DataLoader):
+        return len(data.dataset) if isinstance(data.dataset, Sized) else None
+    if isinstance(data, tuple | list):
+        return len(data[0]) if data else 0
+    return len(data) if isinstance(data, Sized) else None
+
+
+def in_memory(data: Any) -> bool:
+    """Whether examples can be picked by index without running a loader."""
+    return isinstance(data, Tensor | np.ndarray | tuple | list)
+
+
+def batches(data: Any, ids: Any = None, size: int = 256, labelled: bool = False) -> Iterator[Batch]:
+    """Read ``data`` once, in order.
+
+    Args:
+        data: images; ``(images, labels)``; a dataset; a ``DataLoader``; or any iterable of such batches.
+        ids: integers that key the noise, one per example; positions by default.
+        size: examples per batch where the data do not come in batches already.
+        labelled: whether labels are required.
+    """
+    offset = 0
+    given = None if ids is None else torch.as_tensor(ids)
+    if given is not None and (given.ndim != 1 or given.is_floating_point() or given.unique().numel() != len(given)):
+        raise InputError("expected ids that are distinct integers in one dimension: two examples must not share noise")
+    for raw in _raw_batches(data, size):
+        images, labels = _pair(raw)
+        if labelled and labels is None:
+            raise InputError("expected labelled data: (images, labels), a dataset or a loader that yields both")
+        images = check_images(images, first=offset == 0)
+        if labels is not None:
+            labels = torch.as_tensor(labels)
+            if labels.shape != (len(images),):
+                raise InputError(f"expected one label per image, got {len(images)} images and labels {tuple(labels.shape)}")
+        if given is None:
+            batch_ids = torch.arange(offset, offset + len(images))
+        else:
+            batch_ids = given[offset : offset + len(images)].long().cpu()
+            if len(batch_ids) != len(images):
+                raise InputError(f"expected one id per image, got {len(given)} ids for at least {offset + len(images)} images")
+        offset += len(images)
+        yield Batch(images, labels, batch_ids)
+    if offset == 0:
+        raise InputError("expected at least one image, got none")
+
+
+def check_images(images: Any, first: bool = True) -> Tensor:
+    """Float images without NaN; on the first batch, a warning where the pixel range makes epsilon meaningless."""
+    images = torch.as_tensor(images)
+    if images.ndim < 2:
+        raise InputError(f"expected images [n, ...], got shape {tuple(images.shape)}; add a batch dimension")
+    if not images.is_floating_point():
+        raise InputError(
+            f"expected float images in [0, 1], got {images.dtype}; convert with images.float() / 255 (epsilon and sigma "
+            "are in those units)"
+        )
+    if not images.isfinite().all():
+        bad = int((~images.isfinite()).flatten(1).any(dim=1).nonzero()[0, 0])
+        raise InputError(f"images contain NaN or infinity, first in image {bad} of the batch; clean the data first")
+    if first and images.numel():
+        low, high = float(images.min()), float(images.max())
+        if high > 8:
+            warnings.warn(
+                f"pixels reach {high:g}: images seem to be in 0-255, so epsilon and sigma would be 255 times too small; "
+                "divide by 255",
+                HoldfastWarning, stacklevel=3,
+            )  # fmt: skip
+        elif low < -0.25 or high > 1.25:
+            warnings.warn(
+                f"pixels range over [{low:.2f}, {high:.2f}]: images seem to be normalised already, so epsilon is no longer "
+                "in pixel units; put the normalisation inside the model and pass images in [0, 1]",
+                HoldfastWarning, stacklevel=3,
+            )  # fmt: skip
+    return images
+
+
+def _raw_batches(data: Any, size: int) -> Iterator[Any]:
+    if isinstance(data, Tensor | np.ndarray):
+        for at in range(0, len(data), size):
+            yield data[at : at + size]
+    elif isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor | np.ndarray | list) for part in data):
+        images, labels = data[0], torch.as_tensor(data[1])
+        if len(images) != len(labels):
+            raise InputError(f"expected as many labels as images, got {len(images)} images and {len(labels)} labels")
+        for at in range(0, len(images), size):
+            yield images[at : at + size], labels[at : at + size]
+    elif isinstance(data, DataLoader):
+        yield from data
+    elif isinstance(data, Dataset):
+        yield from DataLoader(data, batch_size=size)
+    elif isinstance(data, Iterable) and not isinstance(data, str | bytes | dict):
+        yield from data
+    else:
+        raise InputError(
+            f"expected images as a tensor or array, (images, labels), a dataset or a loader, got {type(data).__name__}"
+        )
+
+
+def _pair(raw: Any) -> tuple[Any, Any]:
+    if isinstance(raw, Tensor | np.ndarray):
+        return raw, None
+    if isinstance(raw, tuple | list) and len(raw) == 2:
+        return raw[0], raw[1]
+    raise InputError(f"expected batches of images or of (images, labels), got {type(raw).__name__}")

@@ -1,0 +1,181 @@
+"""A calibrated classifier: what most users touch after :func:`holdfast.calibrate`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.conformal import Guarantee
+from holdfast.draws import Draws
+from holdfast.errors import InputError
+from holdfast.methods import Method
+from holdfast.noise import Stream, fresh_seed
+from holdfast.scores import Score
+from holdfast.sets import PredictionSets
+from holdfast.smoothing import Smoother
+from holdfast.transforms import PTT
+
+Level = tuple[float, float]  # (alpha, epsilon)
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """One promise of a predictor: the rule, the kind of scores it reads and the threshold its calibration gave."""
+
+    rule: Method
+    transform: str
+    threshold: float
+
+    @property
+    def kind(self) -> str:
+        return score_kind(type(self.rule), self.transform)
+
+
+def score_kind(method: type[Method], transform: str) -> str:
+    """Which noisy scores a method reads: ``ptt``, ``order`` (it only compares) or ``plain``."""
+    return "ptt" if transform == "ptt" else "order" if method.compares_only else "plain"
+
+
+def noisy_scores(score: Score, kind: str, logits: Tensor, u: Tensor, ptt: PTT | None = None) -> Draws:
+    """Noisy logits [n, N, K] -> noisy scores of every label [n, K, N]."""
+    function = score if kind == "plain" else score.order
+    scores = function(logits, u[:, None])
+    if kind == "ptt":
+        assert ptt is not None
+        scores = ptt(scores)
+    return Draws(scores.transpose(1, 2).contiguous())
+
+
+class Predictor:
+    """A calibrated classifier: certified prediction sets for new images. Made by :func:`calibrate` or :func:`load`."""
+
+    def __init__(
+        self,
+        smoother: Smoother,
+        score: Score,
+        levels: dict[Level, Calibrated],
+        calibration: Tensor,
+        holdout: Tensor | None,
+        classes: int,
+        class_names: tuple[str, ...] | None = None,
+        model_fingerprint: str | None = None,
+        holdout_size: int = 0,
+    ) -> None:
+        self.smoother, self.score, self.levels = smoother, score, levels
+        self.calibration, self.holdout = calibration, holdout
+        self.classes, self.class_names = classes, class_names
+        self.model_fingerprint, self.holdout_size = model_fingerprint, holdout_size
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """The promise for the first (alpha, epsilon) named at calibration."""
+        return self.guarantee_for()
+
+    def guarantee_for(self, alpha: float | None = None, epsilon: float | None = None) -> Guarantee:
+        calibrated = self.levels[self._level(alpha, epsilon)]
+        return calibrated.rule.guarantee(self.score.name, calibrated.transform)
+
+    @property
+    def draws(self) -> int:
+        """Model evaluations per query."""
+        return max(calibrated.rule.test_draws for calibrated in self.levels.values())
+
+    def ptt(self, alpha: float) -> PTT | None:
+        """The transform for one alpha: the sigmoid sits at 1 - alpha."""
+        return None if self.holdout is None else PTT(self.holdout, b=1 - alpha)
+
+    def _level(self, alpha: float | None, epsilon: float | None) -> Level:
+        first = next(iter(self.levels))
+        level = (first[0] if alpha is None else alpha, first[1] if epsilon is None else epsilon)
+        if level not in self.levels:
+            known = ", ".join(f"(alpha {a:g}, epsilon {e:g})" for a, e in self.levels)
+            raise InputError(f"this predictor was calibrated for {known}; got alpha {level[0]:g}, epsilon {level[1]:g}")
+        return level
+
+    def predict(
+        self,
+        images: Any,
+        *,
+        alpha: float | None = None,
+        epsilon: float | None = None,
+        nested: bool = False,
+        ids: Any = None,
+        seed: int | None = None,
+    ) -> PredictionSets:
+        """Prediction sets for new images.
+
+        Args:
+            images: a tensor or array [n, ...], a dataset or a loader (labels are ignored).
+            alpha, epsilon: one of the levels named at calibration; the first of them by default.
+            nested: take the union with the sets of all smaller epsilon, so that sets grow with epsilon.
+            ids: integers that key each image's noise; positions by default.
+            seed: for experiments only. Without it every call draws fresh noise from the operating system, which is what
+                the guarantee assumes: an attacker who can guess the noise is not covered.
+        """
+        level = self._level(alpha, epsilon)
+        wanted = [level]
+        if nested:
+            wanted = [(a, e) for a, e in self.levels if a == level[0] and e <= level[1]]
+        masks = self._masks(images, wanted, ids, seed)
+        mask = torch.stack([masks[item] for item in wanted]).any(dim=0)
+        return PredictionSets(mask, self.guarantee_for(*level), self.class_names)
+
+    predict_set = predict
+
+    def predict_all(
+        self, images: Any, *, nested: bool = False, ids: Any = None, seed: int | None = None
+    ) -> dict[Level, PredictionSets]:
+        """Sets for every (alpha, epsilon) from one pass of the network."""
+        masks = self._masks(images, list(self.levels), ids, seed)
+        if nested:
+            masks = {
+                (a, e): torch.stack([masks[b, f] for b, f in self.levels if b == a and f <= e]).any(dim=0)
+                for a, e in self.levels
+            }
+        return {key: PredictionSets(mask, self.guarantee_for(*key), self.class_names) for key, mask in masks.items()}
+
+    def _masks(self, images: Any, wanted: list[Level], ids: Any, seed: int | None) -> dict[Level, Tensor]:
+        stream = Stream(fresh_seed() if seed is None else seed, "test")
+        draws = max(self.levels[level].rule.test_draws for level in wanted)
+        masks: dict[Level, list[Tensor]] = {level: [] for level in wanted}
+        for batch, logits in self.smoother.stream(images, draws, stream, ids):
+            for level, mask in self.decide(logits, batch.ids, stream, wanted).items():
+                masks[level].append(mask.cpu())
+        return {level: torch.cat(parts) for level, parts in masks.items()}
+
+    def decide(self, logits: Tensor, ids: Tensor, stream: Stream, wanted: Sequence[Level] | None = None) -> dict[Level, Tensor]:
+        """Sets from noisy logits [n, N, K] that this predictor's smoother made."""
+        if logits.shape[2] != self.classes:
+            raise InputError(f"the predictor was calibrated on {self.classes} classes, the model returned {logits.shape[2]}")
+        ids = ids.to(logits.device)
+        u, v = stream.uniform(ids, "aps"), stream.uniform(ids, "boundary")
+        cache: dict[tuple[str, float], Draws] = {}
+        masks = {}
+        for level in self.levels if wanted is None else wanted:
+            calibrated = self.levels[level]
+            key = (calibrated.kind, level[0] if calibrated.kind == "ptt" else 0.0)
+            if key not in cache:
+                ptt = self.ptt(level[0])
+                cache[key] = noisy_scores(self.score, calibrated.kind, logits, u, ptt and ptt.to(logits.device))
+            rule = calibrated.rule
+            masks[level] = rule.decide(cache[key].first(rule.test_draws), calibrated.threshold, v)
+        return masks
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file with everything but the model; see :func:`holdfast.load`."""
+        from holdfast.artifact import save
+
+        save(self, path)
+
+    def __repr__(self) -> str:
+        lines = [f"Predictor over {self.classes} classes, score {self.score.name}, {self.draws} draws per query"]
+        for level, calibrated in self.levels.items():
+            state = "every set is the full label set" if math.isinf(calibrated.threshold) else "ready"
+            lines.append(f"  {self.guarantee_for(*level)}  [{state}]")
+        return "\n".join(lines)

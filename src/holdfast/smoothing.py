@@ -1,0 +1,207 @@
+"""The only module on the inference path that runs a network: images and keyed noise in, noisy logits out."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from holdfast.errors import HoldfastWarning, InputError
+from holdfast.inputs import Batch, batches, length
+from holdfast.noise import Stream
+from holdfast.progress import Bar, Report
+
+Classifier = nn.Module | Callable[[Tensor], Tensor]
+
+_MODE_DEPENDENT = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: Classifier) -> Iterator[None]:
+    """Run a module in eval mode and put every part back as it was; warn if it mattered."""
+    if not isinstance(model, nn.Module):
+        yield
+        return
+    training = [module for module in model.modules() if module.training]
+    if any(isinstance(module, _MODE_DEPENDENT) for module in training):
+        warnings.warn(
+            "the model was left in train mode; dropout and batch norm would change the certified function from call to "
+            "call, so it is run in eval mode here. Call model.eval() first",
+            HoldfastWarning, stacklevel=3,
+        )  # fmt: skip
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def fingerprint(model: Classifier) -> str | None:
+    """SHA-256 of a module's state dict: names, dtypes, shapes and bytes. None for a plain callable.
+
+    Example:
+        >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+        >>> fingerprint(a) == fingerprint(a), fingerprint(a) == fingerprint(b)
+        (True, False)
+    """
+    if not isinstance(model, nn.Module):
+        return None
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        if not isinstance(value, Tensor):
+            continue
+        flat = value.detach().cpu().contiguous()
+        digest.update(f"{name} {flat.dtype} {tuple(flat.shape)}\n".encode())
+        digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() and flat.ndim else str(flat.tolist()).encode())
+    return digest.hexdigest()
+
+
+class Smoother:
+    """A classifier under Gaussian noise.
+
+    Args:
+        model: ``images -> logits``, an ``nn.Module`` or any callable; normalisation belongs inside it.
+        sigma: standard deviation of the noise, in pixel units; 0 runs the model as it is.
+        batch_size: noisy images per forward pass; chosen from the image size and device when not given.
+        device: where a plain callable expects its input; a module's own parameters decide for modules.
+        autocast: dtype for mixed precision. Like the next two it changes the function that is certified, so it must be
+            the same at calibration and prediction; saved predictors remember it.
+        channels_last: memory format of the network's input.
+        compile: run the module through ``torch.compile``.
+        progress: show a bar on a terminal; or a function called with (done, total).
+
+    Example:
+        >>> smoother = Smoother(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), sigma=0.5)
+        >>> smoother.logits(torch.zeros(2, 1, 2, 2), draws=5, stream=Stream(0, "test")).shape
+        torch.Size([2, 5, 3])
+    """
+
+    def __init__(
+        self,
+        model: Classifier,
+        sigma: float,
+        *,
+        batch_size: int | None = None,
+        device: torch.device | str | None = None,
+        autocast: torch.dtype | None = None,
+        channels_last: bool = False,
+        compile: bool = False,
+        progress: bool | Report = True,
+    ) -> None:
+        if not callable(model):
+            raise InputError(f"expected a model that maps images to logits, got {type(model).__name__}")
+        if not 0 <= sigma < float("inf"):
+            raise InputError(f"expected a finite sigma >= 0, got {sigma}")
+        if batch_size is not None and batch_size < 1:
+            raise InputError(f"expected a batch size of at least 1, got {batch_size}")
+        self.model, self.sigma, self.batch_size = model, float(sigma), batch_size
+        first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+        self.device = torch.device(device) if device is not None else first.device if first is not None else torch.device("cpu")
+        self.autocast, self.channels_last, self.compile, self.progress = autocast, channels_last, compile, progress
+        self._forward: Callable[[Tensor], Tensor] = torch.compile(model) if compile else model  # type: ignore[assignment]
+
+    @property
+    def numerics(self) -> dict[str, Any]:
+        """What changes the certified function besides the weights."""
+        dtype = None if self.autocast is None else str(self.autocast).removeprefix("torch.")
+        return {"autocast": dtype, "channels_last": self.channels_last, "compile": self.compile}
+
+    def logits(
+        self, images: Float[Tensor, "n ..."], draws: int, stream: Stream, ids: Int[Tensor, " n"] | None = None
+    ) -> Float[Tensor, "n draws k"]:
+        """Noisy logits of a few images, all kept."""
+        ids = torch.arange(len(images)) if ids is None else ids
+        with evaluation_mode(self.model), torch.inference_mode():
+            return self._chunk(images, ids, draws, stream)
+
+    def stream(
+        self, data: Any, draws: int, stream: Stream, ids: Any = None, labelled: bool = False
+    ) -> Iterator[tuple[Batch, Float[Tensor, "b draws k"]]]:
+        """Noisy logits of any data, chunk by chunk: memory does not grow with the number of images."""
+        total = length(data)
+        with evaluation_mode(self.model), Bar("smoothing", total, self.progress) as bar:
+            for batch in batches(data, ids, labelled=labelled):
+                per_chunk = max(1, self._rows(batch.images) // draws)
+                for at in range(0, len(batch), per_chunk):
+                    part = batch[at : at + per_chunk]
+                    with torch.inference_mode():
+                        logits = self._chunk(part.images, part.ids, draws, stream)
+                    yield part, logits
+                    bar.advance(len(part))
+
+    def reduce(
+        self, data: Any, draws: int, stream: Stream, reduction: Callable[[Batch, Tensor], Tensor], ids: Any = None
+    ) -> Tensor:
+        """Stream ``data`` and keep only ``reduction(batch, noisy logits)`` of every chunk, on the CPU.
+
+        Example:
+            >>> smoother = Smoother(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), sigma=0.5)
+            >>> images, noise = torch.zeros(2, 1, 2, 2), Stream(0, "test")
+            >>> mean = smoother.reduce(images, 5, noise, lambda batch, logits: logits.softmax(-1).mean(1))
+            >>> mean.shape
+            torch.Size([2, 3])
+        """
+        return torch.cat([reduction(batch, logits).cpu() for batch, logits in self.stream(data, draws, stream, ids)])
+
+    def _rows(self, images: Tensor) -> int:
+        """Noisy images per forward pass."""
+        if self.batch_size is not None:
+            return self.batch_size
+        pixels = max(1, images[0].numel())
+        budget, most = (2**21, 4096) if self.device.type == "cpu" else (2**26, 16384)
+        return max(16, min(most, budget // pixels))
+
+    def _chunk(self, images: Tensor, ids: Tensor, draws: int, stream: Stream) -> Tensor:
+        if draws < 1:
+            raise InputError(f"expected at least 1 draw, got {draws}")
+        images = images.to(self.device, torch.float32, non_blocking=True)
+        ids = ids.to(self.device, non_blocking=True)
+        while True:
+            rows = self._rows(images)
+            try:
+                out = self._forward_all(images, ids, draws, stream, max(1, rows // draws), min(draws, rows))
+                break
+            except torch.cuda.OutOfMemoryError:
+                if rows <= 1:
+                    raise
+                self.batch_size = rows // 2
+                torch.cuda.empty_cache()
+        if not out.isfinite().all():
+            raise InputError("the model returned NaN or infinite logits under noise; no guarantee survives that")
+        return out
+
+    def _forward_all(
+        self, images: Tensor, ids: Tensor, draws: int, stream: Stream, per_step: int, draws_per_step: int
+    ) -> Tensor:
+        shape, steps = tuple(images.shape[1:]), []
+        for at in range(0, len(images), per_step):
+            some, their = images[at : at + per_step], ids[at : at + per_step]
+            parts = []
+            for begin in range(0, draws, draws_per_step):
+                span = range(begin, min(begin + draws_per_step, draws))
+                if self.sigma == 0:
+                    noisy = some[:, None].expand(-1, len(span), *shape)
+                else:
+                    noisy = stream.gaussian(their, span, shape).mul_(self.sigma).add_(some[:, None])
+                parts.append(self._run(noisy.reshape(-1, *shape)).view(len(some), len(span), -1))
+            steps.append(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0])
+        return torch.cat(steps) if len(steps) > 1 else steps[0]
+
+    def _run(self, inputs: Tensor) -> Tensor:
+        if self.channels_last and inputs.ndim == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(self.device.type, self.autocast) if self.autocast else contextlib.nullcontext():
+            out = self._forward(inputs)
+        if not isinstance(out, Tensor) or out.ndim != 2 or len(out) != len(inputs):
+            found = f"{tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+            raise InputError(f"expected the model to return logits [{len(inputs)}, classes], got {found}")
+        if out.shape[1] < 2:
+            raise InputError(f"expected at least 2 classes, the model returns {out.shape[1]}")
+        return out.float()
