@@ -71,7 +71,7 @@ def test_as_the_temperature_vanishes_the_mean_is_a_count() -> None:
 
 def test_the_rank_of_a_fresh_score_is_uniform() -> None:
     """On {0, 1/m, ..., 1}, whatever the continuous law of the scores. Exact tests, false-alarm rate 1e-5."""
-    m, repetitions = 9, 20_000
+    m, repetitions = 5, 6000
     scores = torch.randn(repetitions, m + 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64).exp()
     holdout, fresh = scores[:, :m].sort(dim=1).values, scores[:, m:]
     cells = torch.stack([rank(s, h) for s, h in zip(fresh, holdout)])[:, 0] * m
@@ -81,7 +81,7 @@ def test_the_rank_of_a_fresh_score_is_uniform() -> None:
 @pytest.mark.parametrize("levels", [1, 2, 5])
 def test_random_tie_breaking_keeps_the_rank_uniform(levels: int) -> None:
     """Exact tests, false-alarm rate 1e-5; without the tie-breaking the same test rejects."""
-    m, repetitions = 9, 20_000
+    m, repetitions = 5, 6000
     generator = torch.Generator().manual_seed(levels)
     scores = torch.randint(levels, (repetitions, m + 1), generator=generator).double()
     holdout, fresh = scores[:, :m].sort(dim=1).values, scores[:, m:]

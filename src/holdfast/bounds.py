@@ -322,3 +322,21 @@ def hypergeometric(total: int, sample: int) -> Float[ndarray, "marked found"]:
     marked, found = np.arange(total + 1.0)[:, None], np.arange(sample + 1.0)[None, :]
     log = log_choose(marked, found) + log_choose(total - marked, sample - found) - log_choose(np.float64(total), np.float64(sample))
     return np.exp(log)
+
+
+def covered_at_most(covered: int, m: int, n: int, rank: int) -> float:
+    r"""P[at most ``covered`` of ``m`` test points are covered] when the threshold is the ``rank``-th of n scores.
+
+    The covered count of split conformal prediction with continuous scores is exactly
+    :math:`\mathrm{BetaBinomial}(m, rank, n + 1 - rank)`: it includes the luck of the calibration draw, which a binomial
+    test ignores.
+
+    Example:
+        >>> covered_at_most(1, 1, 9, 9), round(covered_at_most(0, 1, 9, 9), 6)
+        (1.0, 0.1)
+    """
+    if covered >= m or rank > n:
+        return 1.0 if covered >= m else 0.0
+    a, b, j = float(rank), float(n + 1 - rank), np.arange(covered + 1.0)
+    log = gammaln(m + 1) - gammaln(j + 1) - gammaln(m - j + 1) + gammaln(j + a) + gammaln(m - j + b) - gammaln(m + a + b)
+    return float(min(np.exp(log + gammaln(a + b) - gammaln(a) - gammaln(b)).sum(), 1.0))

@@ -99,7 +99,7 @@ def check_images(images: Any, first: bool = True) -> Tensor:
                 "divide by 255",
                 HoldfastWarning, stacklevel=3,
             )  # fmt: skip
-        elif low < -0.25 or high > 1.25:
+        elif low < -0.75 or high > 1.75:  # beyond what an attack within reason does to pixels in [0, 1]
             warnings.warn(
                 f"pixels range over [{low:.2f}, {high:.2f}]: images seem to be normalised already, so epsilon is no longer "
                 "in pixel units; put the normalisation inside the model and pass images in [0, 1]",
