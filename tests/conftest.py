@@ -11,6 +11,9 @@ from jaxtyping import install_import_hook
 
 install_import_hook("holdfast", "beartype.beartype")
 
+# Tensors in tests are small and pytest runs on every core: one thread each, or they wait for one another.
+torch.set_num_threads(1)
+
 # Real weights, noisy logits and data for development: beside the checkout, or wherever HOLDFAST_ASSETS points.
 ASSETS = Path(os.environ.get("HOLDFAST_ASSETS", Path(__file__).resolve().parents[2] / "shared"))
 

@@ -22,6 +22,7 @@ from holdfast.bounds import (
     binomial_tail,
     breakpoints,
     clopper_pearson,
+    covered_at_most,
     dkw,
     gaussian_shift,
     hoeffding,
@@ -34,15 +35,18 @@ from holdfast.bounds import (
 )
 from holdfast.errors import InputError
 
+patient = settings(deadline=None, derandomize=True)
 probabilities = st.floats(1e-9, 1 - 1e-9)
 distances = st.floats(-3, 3)
 
 
+@patient
 @given(probabilities, distances)
 def test_shift_is_undone_by_the_opposite_shift(p: float, d: float) -> None:
     assert float(gaussian_shift(gaussian_shift(p, d), -d)) == pytest.approx(p, rel=1e-6)
 
 
+@patient
 @given(probabilities, distances)
 def test_shift_is_the_normal_cdf_moved(p: float, d: float) -> None:
     assert float(gaussian_shift(p, d)) == pytest.approx(stats.norm.cdf(stats.norm.ppf(p) + d), rel=1e-9)
@@ -121,8 +125,11 @@ def test_binomial_tail_is_accurate_far_out(draws: int) -> None:
         np.testing.assert_allclose(binomial_tail(draws, at_least, q), expected, rtol=1e-9, atol=1e-290)
 
 
+@patient
 @given(st.integers(1, 40), st.data(), st.floats(-4, 4), st.floats(0, 2), st.floats(0, 1))
-def test_miss_rate_is_the_binomial_law_of_the_attacked_count(draws: int, data: st.DataObject, z: float, r: float, gamma: float) -> None:
+def test_miss_rate_is_the_binomial_law_of_the_attacked_count(
+    draws: int, data: st.DataObject, z: float, r: float, gamma: float
+) -> None:
     kappa = data.draw(st.integers(0, draws - 1))
     law = stats.binom(draws, stats.norm.cdf(z + r))
     expected = law.sf(kappa + 1) + (1 - gamma) * law.pmf(kappa + 1)
@@ -132,10 +139,11 @@ def test_miss_rate_is_the_binomial_law_of_the_attacked_count(draws: int, data: s
 # -- the hull ----------------------------------------------------------------------------------------------------------
 
 
-def curve(n_cal: int, c: int, n_test: int, kappa: int, r: float, gamma: float = 0.0, smallest: float = 0.0) -> tuple[ndarray, ndarray, ndarray]:
-    """A dense sample of q from ``smallest`` to 1, f(q) and h(q), from scipy's binomial law."""
-    z = np.concatenate([[-np.inf], np.linspace(-12, 9, 60_001), [np.inf]])
-    z = z[stats.norm.cdf(z) >= smallest]
+def curve(
+    n_cal: int, c: int, n_test: int, kappa: int, r: float, gamma: float = 0.0, points: int = 40_001
+) -> tuple[ndarray, ndarray, ndarray]:
+    """A dense sample of q in [0, 1], f(q) and h(q), from scipy's binomial law."""
+    z = np.concatenate([[-np.inf], np.linspace(-12, 9, points), [np.inf]])
     attacked = stats.norm.cdf(z + r)
     f = stats.binom.sf(c, n_cal, stats.norm.cdf(z))
     h = (1 - gamma) * stats.binom.sf(kappa, n_test, attacked) + gamma * stats.binom.sf(kappa + 1, n_test, attacked)
@@ -186,15 +194,18 @@ def test_golden_hull_levels(golden_folder: Path) -> None:
         assert row["alpha_prime"] * (1 - 1e-3) <= level <= row["alpha_prime"] + 1e-6
 
 
-@given(st.floats(0.001, 0.5), st.floats(0, 3))
+@settings(patient, max_examples=40)
+@given(st.floats(0.001, 0.5), st.floats(0.05, 3))
 def test_one_draw_has_a_closed_form(alpha: float, r: float) -> None:
     exact = stats.norm.cdf(stats.norm.ppf(alpha) - r)
     assert exact * (1 - 1e-3) <= hull_level(1, 0, 1, 0, r, alpha) <= exact
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.integers(1, 24), st.data(), st.floats(0, 1.5), st.floats(0, 0.5), st.floats(0.02, 0.4))
-def test_hull_level_falls_with_the_radius_and_rises_with_alpha(draws: int, data: st.DataObject, r: float, more: float, alpha: float) -> None:
+@settings(patient, max_examples=40)
+@given(st.integers(1, 16), st.data(), st.floats(0.05, 1.5), st.floats(0, 0.5), st.floats(0.02, 0.4))
+def test_hull_level_falls_with_the_radius_and_rises_with_alpha(
+    draws: int, data: st.DataObject, r: float, more: float, alpha: float
+) -> None:
     """Up to the relative accuracy of 1e-4 that each value has; and it is never above alpha when c >= kappa."""
     c, kappa = data.draw(st.integers(0, draws - 1)), data.draw(st.integers(0, draws - 1))
     level = hull_level(draws, c, draws, kappa, r, alpha)
@@ -202,6 +213,11 @@ def test_hull_level_falls_with_the_radius_and_rises_with_alpha(draws: int, data:
     assert hull_level(draws, c, draws, kappa, r, alpha / 2) <= level * (1 + 2e-4) + 1e-300
     if c >= kappa:
         assert level <= alpha
+
+
+def test_without_an_attack_nothing_is_paid() -> None:
+    for draws, c in ((1, 0), (4, 1), (64, 20)):
+        assert 0.0999 <= hull_level(draws, c, draws, c, 0.0, 0.1) <= 0.1
 
 
 @pytest.mark.parametrize("r", [10.0, 30.0, 40.0, 60.0, 1000.0])
@@ -229,22 +245,32 @@ def test_a_hopeless_rule_is_settled_quickly(rule: tuple[int, int, int, int]) -> 
 @pytest.mark.parametrize("draws", [(4, 4), (16, 2), (64, 64)])
 def test_the_batch_of_levels_is_close_to_the_certified_ones(draws: tuple[int, int], gamma: float) -> None:
     n_cal, n_test = draws
-    c, kappa = (grid.ravel() for grid in np.meshgrid(np.arange(0, n_cal, 1 + n_cal // 16), np.arange(0, n_test, 1 + n_test // 8)))
+    c, kappa = (
+        grid.ravel()
+        for grid in np.meshgrid(np.arange(0, n_cal, 1 + n_cal // 16), np.arange(0, n_test, 1 + n_test // 8))
+    )
     batch = hull_levels(n_cal, c, n_test, kappa, 0.5, 0.1, gamma)
     useful = batch > 1e-3
     single = [hull_level(n_cal, int(a), n_test, int(b), 0.5, 0.1, gamma) for a, b in zip(c[useful], kappa[useful])]
     assert len(single) >= 2
-    np.testing.assert_allclose(batch[useful], single, rtol=5e-3)
+    np.testing.assert_allclose(batch[useful], single, rtol=0.03)
 
 
 # -- the majorant ------------------------------------------------------------------------------------------------------
 
-CASES = [(1, 1, 0, 0.5, 0.0), (4, 1, 0, 0.5, 0.0), (16, 1, 0, 0.5, 0.0), (16, 4, 1, 0.5, 0.5), (64, 2, 0, 1.0, 0.0), (64, 16, 6, 0.5, 0.0)]
+CASES = [
+    (1, 1, 0, 0.5, 0.0),
+    (4, 1, 0, 0.5, 0.0),
+    (16, 1, 0, 0.5, 0.0),
+    (16, 4, 1, 0.5, 0.5),
+    (64, 2, 0, 1.0, 0.0),
+    (64, 16, 6, 0.5, 0.0),
+]
 
 
 def bimodal_weights(n_cal: int) -> ndarray:
     """Counts of a model that is mostly right: many zeros, some in between, a few all above the threshold."""
-    q = np.linspace(0, 1, 400) ** 6
+    q = np.linspace(0, 1, 400) ** 20
     return stats.binom.pmf(np.arange(n_cal + 1), n_cal, q[:, None]).mean(axis=0)
 
 
@@ -260,24 +286,35 @@ def test_majorant_is_valid_everywhere(n_cal: int, draws: int, kappa: int, r: flo
     gap = miss_rate(z, draws, kappa, r, gamma) - expect
     assert gap.max() <= 0
     assert majorant_gap(g, draws, kappa, r, gamma) <= 0
-    assert majorant_gap(g * 0.97, draws, kappa, r, gamma) > 0  # and not by a wide margin
+    assert majorant_gap(g * 0.95, draws, kappa, r, gamma) > 0  # and not by a wide margin
 
 
 @pytest.mark.parametrize(("n_cal", "draws", "kappa", "r", "gamma"), CASES)
-def test_majorant_is_no_dearer_than_the_best_hull_rule(n_cal: int, draws: int, kappa: int, r: float, gamma: float) -> None:
+def test_majorant_is_no_dearer_than_the_best_hull_rule(
+    n_cal: int, draws: int, kappa: int, r: float, gamma: float
+) -> None:
     """The hull is g = a + slope 1{count > c}; its cheapest price at P[count > c] = w is H(w), the line's touching point."""
     weights = bimodal_weights(n_cal)
     _, cost = majorant(weights, draws, kappa, r, gamma)
-    prices = []
-    for c in breakpoints(n_cal):
-        _, f, h = curve(n_cal, c - 1, draws, kappa, r, gamma)
-        slopes = np.geomspace(1e-2, 200, 2000)
-        intercepts = np.array([np.max(h - slope * f) for slope in slopes])
-        prices.append(np.min(intercepts + slopes * (weights[c:].sum() + 1 / 2500)))
+    prices, slopes = [], np.geomspace(0.05, 100, 400)[:, None]
+    for j in breakpoints(n_cal):
+        _, f, h = curve(n_cal, j - 1, draws, kappa, r, gamma, points=2001)
+        intercepts = np.max(h - slopes * f, axis=1)
+        prices.append(np.min(intercepts + slopes[:, 0] * (weights[j:].sum() + 1 / 2500)))
+    assert 0.05 < min(prices) < 0.25
     assert cost <= min(prices) + 2e-3
 
 
 @pytest.mark.parametrize(("total", "sample"), [(1, 0), (4, 2), (64, 16), (256, 255)])
 def test_hypergeometric_law(total: int, sample: int) -> None:
     marked, found = np.arange(total + 1)[:, None], np.arange(sample + 1)[None, :]
-    np.testing.assert_allclose(hypergeometric(total, sample), stats.hypergeom(total, marked, sample).pmf(found), rtol=1e-8, atol=1e-15)
+    np.testing.assert_allclose(
+        hypergeometric(total, sample), stats.hypergeom(total, marked, sample).pmf(found), rtol=1e-8, atol=1e-15
+    )
+
+
+@pytest.mark.parametrize(("m", "n", "rank"), [(1, 9, 9), (40, 25, 24), (1000, 500, 451), (5, 8, 9)])
+def test_covered_counts_follow_the_beta_binomial_law(m: int, n: int, rank: int) -> None:
+    for covered in sorted({0, m // 2, m - 1, m}):
+        expected = stats.betabinom(m, rank, n + 1 - rank).cdf(covered) if rank <= n else float(covered >= m)
+        assert covered_at_most(covered, m, n, rank) == pytest.approx(expected, rel=1e-8)

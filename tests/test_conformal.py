@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -16,6 +16,8 @@ from holdfast.conformal import ASSUMPTIONS, Guarantee, conformal_quantile, confo
 from holdfast.draws import Draws
 from holdfast.errors import InputError
 from holdfast.methods import Setting, SplitCP
+
+patient = settings(deadline=None, derandomize=True)
 
 levels = st.integers(1, 999).map(lambda thousandths: Fraction(thousandths, 1000))
 tied_scores = st.lists(st.integers(-4, 4).map(float), min_size=1, max_size=40)
@@ -27,6 +29,7 @@ def definition(scores: list[float], alpha: Fraction) -> float:
     return min(t for t in [*scores, math.inf] if sum(s <= t for s in [*scores, math.inf]) >= need)
 
 
+@patient
 @given(tied_scores, levels)
 def test_quantile_is_its_definition(scores: list[float], alpha: Fraction) -> None:
     expected = definition(scores, alpha)
@@ -34,6 +37,7 @@ def test_quantile_is_its_definition(scores: list[float], alpha: Fraction) -> Non
     assert conformal_quantile(torch.tensor(scores), float(alpha)) == expected  # as typed: 0.1 means 1/10
 
 
+@patient
 @given(st.integers(1, 10_000), levels)
 def test_rank_is_the_ceiling_in_exact_arithmetic(n: int, alpha: Fraction) -> None:
     assert conformal_rank(n, alpha) == math.ceil((n + 1) * (1 - alpha))
@@ -46,6 +50,7 @@ def test_typed_levels_suffer_no_binary_rounding(n: int) -> None:
     assert conformal_quantile(torch.arange(1, n + 1).double(), 0.1) == (n + 1) * 9 // 10
 
 
+@patient
 @given(st.integers(1, 2000), st.floats(1e-9, 0.999))
 def test_computed_levels_err_on_the_safe_side(n: int, level: float) -> None:
     assert Fraction(n + 1 - conformal_rank(n, Fraction(level)), n + 1) <= Fraction(level)
@@ -105,7 +110,10 @@ GOOD = {"method": "exact", "certified": True, "alpha": 0.1, "epsilon": 0.125, "s
         ({"norm": "linf"}, "norm 'l2', the only one"),
         ({"beta": 0.0}, r"beta in \(0, 1\)"),
         ({"beta": 0.05}, "2 beta = 0.1 leaves nothing of alpha = 0.1: choose beta below 0.05"),
-        ({"n": 8}, "8 calibration points cannot certify miscoverage 0.1: at least 9 are needed; add data or raise alpha"),
+        (
+            {"n": 8},
+            "8 calibration points cannot certify miscoverage 0.1: at least 9 are needed; add data or raise alpha",
+        ),
         ({"n": 9, "beta": 0.01}, "miscoverage 0.08: at least 12 are needed"),
     ],
 )
@@ -115,6 +123,7 @@ def test_impossible_promises_are_refused(change: dict, message: str) -> None:
         Guarantee(**GOOD | change)
 
 
+@patient
 @given(levels)
 def test_the_number_of_points_it_asks_for_is_the_smallest_that_works(alpha: Fraction) -> None:
     need = math.ceil(1 / alpha) - 1

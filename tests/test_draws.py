@@ -7,15 +7,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.draws import Draws
 from holdfast.errors import InputError
 
+patient = settings(deadline=None, derandomize=True)
+
 rows = st.lists(st.integers(0, 5), min_size=1, max_size=9)
 
 
+@patient
 @given(rows, st.integers(1, 11), st.booleans())
 def test_largest_is_the_order_statistic(row: list[int], position: int, sorted_before: bool) -> None:
     draws = Draws(torch.tensor([row], dtype=torch.float32))
@@ -25,6 +28,7 @@ def test_largest_is_the_order_statistic(row: list[int], position: int, sorted_be
     assert draws.largest(position).tolist() == [expected]
 
 
+@patient
 @given(rows, st.integers(0, 10), st.integers(-1, 6))
 def test_at_most_kappa_draws_exceed_t_iff_the_next_largest_is_at_most_t(row: list[int], kappa: int, t: int) -> None:
     draws = Draws(torch.tensor([row], dtype=torch.float64))

@@ -26,7 +26,10 @@ def test_evaluation_counts() -> None:
     assert result.size_std == pytest.approx(math.sqrt((3 * 1 / 9 + 4 / 9 + 16 / 9 + 25 / 9) / 5))
     assert (result.singletons, result.empty, result.full) == pytest.approx((3 / 6, 1 / 6, 1 / 6))
     assert result.histogram == (1, 3, 1, 1)
-    assert {k: (v.mean, v.count) for k, v in result.by_class.items()} == {0: (pytest.approx(1 / 3), 3), 2: (pytest.approx(2 / 3), 3)}
+    assert {k: (v.mean, v.count) for k, v in result.by_class.items()} == {
+        0: (pytest.approx(1 / 3), 3),
+        2: (pytest.approx(2 / 3), 3),
+    }
     assert {k: (v.mean, v.count) for k, v in result.by_size.items()} == {
         0: (0.0, 1),
         1: (pytest.approx(1 / 3), 3),

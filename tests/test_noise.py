@@ -16,6 +16,8 @@ from scipy import stats
 from holdfast.errors import InputError
 from holdfast.noise import ROLES, Stream, fresh_seed, philox
 
+patient = settings(deadline=None, derandomize=True)
+
 # Known-answer vectors of the Random123 library for Philox4x32 with ten rounds: counter, key, words.
 KNOWN = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
@@ -37,7 +39,7 @@ def test_philox_known_answers(counter: str, key: str, expected: str) -> None:
     assert int(c0[0, 0]) == words(counter)[0]  # the counter is not written to
 
 
-@settings(max_examples=30, deadline=None)
+@patient
 @given(st.permutations(range(6)), st.integers(1, 6), st.integers(0, 4), st.integers(1, 4))
 def test_noise_does_not_depend_on_batch_order_or_range(order: list[int], size: int, start: int, length: int) -> None:
     stream, ids = Stream(11, "calibration"), torch.tensor([0, 7, 3, 2**20, 9, 12])
@@ -56,7 +58,7 @@ def test_noise_does_not_depend_on_the_chunks_it_is_made_in() -> None:
     assert torch.equal(everything[:, 1:7:2], stream.gaussian(ids, range(1, 7, 2), (3, 32, 32)))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
 def test_noise_does_not_depend_on_the_integer_type_of_ids(dtype: torch.dtype) -> None:
     stream, ids = Stream(3, "test"), torch.tensor([1, 2, 100])
     assert torch.equal(stream.gaussian(ids.to(dtype), range(2), (6,)), stream.gaussian(ids, range(2), (6,)))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from decimal import Decimal, localcontext
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
@@ -17,6 +18,8 @@ from torch import Tensor
 from holdfast.errors import InputError
 from holdfast.scores import APS, HPS, RAPS, CustomScore, Score, aps, get_score, hps, log_odds, raps
 from holdfast.transforms import PTT
+
+patient = settings(deadline=None, derandomize=True)
 
 # Relative rounding of exp(a - b) for |a - b| up to about 100.
 TOLERANCE = {torch.float32: 3e-5, torch.float64: 1e-13}
@@ -48,7 +51,9 @@ def naive_raps(logits: list[float], u: float, penalty: float, k_reg: int) -> lis
 
 def close(actual: Tensor, expected: list[float], dtype: torch.dtype, absolute: float = 0.0) -> bool:
     assert actual.dtype == dtype
-    return torch.allclose(actual.double(), torch.tensor(expected, dtype=torch.float64), rtol=TOLERANCE[dtype], atol=absolute)
+    return torch.allclose(
+        actual.double(), torch.tensor(expected, dtype=torch.float64), rtol=TOLERANCE[dtype], atol=absolute
+    )
 
 
 def confident_logits(dtype: torch.dtype, count: int = 40) -> list[Tensor]:
@@ -84,17 +89,24 @@ def test_log_odds_keep_the_order_that_float32_hps_loses() -> None:
         saturated += int((hps(logits) == 1).sum())
     assert saturated > 100
     order = sorted(range(len(exact)), key=exact.__getitem__)
-    for a, b in zip(order, order[1:]):
+    for a, b in pairwise(order):
         if exact[b] - exact[a] > 1e-4 * (1 + abs(exact[a])):
             assert fast[a] < fast[b]
 
 
+@patient
 @given(tied_logits, st.floats(0, 1))
 def test_aps_is_the_mass_of_strictly_larger_labels_plus_u_of_its_own(logits: list[int], u: float) -> None:
     for dtype in TOLERANCE:
-        assert close(aps(torch.tensor(logits, dtype=dtype), u), naive_aps(logits, u), dtype, absolute=1e-6 if dtype == torch.float32 else 1e-15)
+        assert close(
+            aps(torch.tensor(logits, dtype=dtype), u),
+            naive_aps(logits, u),
+            dtype,
+            absolute=1e-6 if dtype == torch.float32 else 1e-15,
+        )
 
 
+@patient
 @given(tied_logits, st.floats(0, 1), st.sampled_from([0.0, 0.01, 0.2, 3.0]), st.integers(0, 13))
 def test_raps_adds_the_penalty_of_the_strict_rank(logits: list[int], u: float, penalty: float, k_reg: int) -> None:
     expected = naive_raps(logits, u, penalty, k_reg)

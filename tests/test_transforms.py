@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
@@ -14,7 +14,11 @@ from torch import Tensor
 from holdfast.errors import InputError
 from holdfast.transforms import PTT, random_rank, rank, sigmoid
 
-values = st.lists(st.integers(-20, 20), min_size=1, max_size=30).map(lambda v: torch.tensor(v, dtype=torch.float64) / 10)
+patient = settings(deadline=None, derandomize=True)
+
+values = st.lists(st.integers(-20, 20), min_size=1, max_size=30).map(
+    lambda v: torch.tensor(v, dtype=torch.float64) / 10
+)
 
 
 def uniform_on_cells(cells: Tensor, count: int) -> bool:
@@ -25,6 +29,7 @@ def uniform_on_cells(cells: Tensor, count: int) -> bool:
     return all(stats.binomtest(int(c), len(cells), 1 / count).pvalue > 1e-5 / count for c in counts)
 
 
+@patient
 @given(values, values, st.sampled_from([0.9, 0.5, 0.33]), st.sampled_from([1 / 400, 0.025, 1.0]))
 def test_ptt_is_the_sigmoid_of_the_rank(holdout: Tensor, scores: Tensor, b: float, T: float) -> None:
     holdout = holdout.sort().values
@@ -34,12 +39,14 @@ def test_ptt_is_the_sigmoid_of_the_rank(holdout: Tensor, scores: Tensor, b: floa
     torch.testing.assert_close(sigmoid(rank(scores, holdout).double(), b, T), actual, rtol=1e-3, atol=1e-4)
 
 
+@patient
 @given(values, values)
 def test_rank_counts_holdout_scores_at_most_s(holdout: Tensor, scores: Tensor) -> None:
     expected = (holdout[None, :] <= scores[:, None]).sum(dim=1) / len(holdout)
     assert torch.equal(rank(scores, holdout.sort().values), expected)
 
 
+@patient
 @given(values, values)
 def test_ptt_is_monotone(holdout: Tensor, scores: Tensor) -> None:
     assert (PTT.fit(holdout, T=0.1)(scores.sort().values).diff() >= 0).all()

@@ -52,7 +52,9 @@ def test_thresholds_are_the_true_scores_and_infinity() -> None:
     assert holdout.thresholds[-1] == math.inf
     true = np.unique(scores[torch.arange(6), labels].numpy())
     assert set(holdout.thresholds[:-1]) <= set(true)
-    assert set(true[1:]) <= set(holdout.thresholds)  # the grid ends at a quantile of 2 %: only the smallest may be absent
+    assert set(true[1:]) <= set(
+        holdout.thresholds
+    )  # the grid ends at a quantile of 2 %: only the smallest may be absent
     assert (np.diff(holdout.thresholds) > 0).all()
     assert len(holdout) == 6
     assert torch.equal(holdout.true.values, scores[torch.arange(6), labels])

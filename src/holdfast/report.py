@@ -43,7 +43,7 @@ class Section:
     text: str = ""
     table: Table | None = None
     figures: Sequence[Figure] = ()
-    items: Sequence[str] = ()
+    points: Sequence[str] = ()
     note: str = ""
 
 

@@ -15,8 +15,10 @@ from holdfast.calibration import calibrate
 from holdfast.datasets import Labelled, digits
 from holdfast.metrics import Evaluation
 from holdfast.models import SmallCNN
+from holdfast.noise import Stream
 from holdfast.predictor import Predictor
 from holdfast.training import fit_under_noise
+from holdfast.transforms import PTT
 
 ALPHA, EPSILON, SIGMA = 0.1, 0.5, 0.5
 RADII = (0.5, 0.125, 0.25, 0.375)  # the first is the one that is attacked
@@ -86,6 +88,15 @@ class DemoResult:
 
 def run_demo(seed: int = 0, say: Callable[[str], None] = print) -> DemoResult:
     """Run everything; ``say`` is told what happens."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors this small cost more to share among threads than to compute
+    try:
+        return _run(seed, say)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(seed: int, say: Callable[[str], None]) -> DemoResult:
     start = time.monotonic()
     data = digits()
     train, holdout, calibration, test = data.split(697, 100, 500, 500, seed=seed)
@@ -116,17 +127,12 @@ def run_demo(seed: int = 0, say: Callable[[str], None] = print) -> DemoResult:
 
 
 def _noisy_accuracy(predictor: Predictor, test: Labelled, seed: int) -> float:
-    from holdfast.noise import Stream
-
     logits = predictor.smoother.logits(test.images, 4, Stream(seed, "test"))
     return float((logits.argmax(-1) == test.labels[:, None]).double().mean())
 
 
 def _densities(predictor: Predictor, holdout: Labelled) -> tuple[Tensor, Tensor, float]:
     """Noisy true-label scores of the calibration points before and after PTT, one draw each."""
-    from holdfast.noise import Stream
-    from holdfast.transforms import PTT
-
     logits = predictor.smoother.logits(holdout.images, 8, Stream(0, "holdout"))
     scores = predictor.score(logits, 0.5).gather(2, holdout.labels[:, None, None].expand(-1, 8, 1))[..., 0]
     ptt = PTT.fit(scores[:, 0], ALPHA)

@@ -55,7 +55,7 @@ def write_report(result: DemoResult, folder: Path) -> Path:
     shown = audit_examples(result.audit, ENTRIES[0].name, "exact, 16 draws", EPSILON)
     if shown:
         page.sections.append(shown)
-    page.sections.append(Section("What the promise rests on", items=best.guarantee.assumptions))
+    page.sections.append(Section("What the promise rests on", points=best.guarantee.assumptions))
     best.save(folder / "predictor.safetensors")
     write_atomically(folder / "results.json", json.dumps(result.to_dict(), indent=1).encode())
     return page.write(folder / "report.html")

@@ -1,0 +1,21 @@
+"""``python -m holdfast`` and the ``holdfast`` command."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    """Run the command line, or say what it needs."""
+    try:
+        from holdfast.cli import main as run
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").split(".")[0] not in ("typer", "rich"):
+            raise
+        sys.stderr.write("error: the command line needs typer and rich: pip install 'holdfast[cli]'\n")
+        return 2
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""The command line: thin. Everything it prints comes from functions that return values."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from holdfast.errors import InputError
+from holdfast.methods import METHODS
+
+app = typer.Typer(
+    help="Prediction sets that keep their coverage under attack.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+out, err = Console(), Console(stderr=True)
+
+MethodName = StrEnum("MethodName", {name: name for name in (*METHODS, "all")})
+ScoreName = StrEnum("ScoreName", {name: name for name in ("hps", "aps", "raps")})
+TransformName = StrEnum("TransformName", {name: name for name in ("none", "ptt", "both")})
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Alpha = Annotated[float, typer.Option(help="Miscoverage: 0.1 promises that 90 % of sets hold the truth.")]
+Epsilon = Annotated[float, typer.Option(help="L2 radius of the attack, in pixel units (images in [0, 1]).")]
+Sigma = Annotated[float, typer.Option(help="Standard deviation of the Gaussian noise, in pixel units.")]
+Seed = Annotated[int, typer.Option(help="Seed of splits, noise and training: the same seed gives the same numbers.")]
+
+
+def print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=1) + "\n")
+
+
+def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", header_style="bold")
+    for index, name in enumerate(head):
+        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=index == 0)
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option("--out", help="Where the report goes.")] = Path("demo"),
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Train, calibrate every method and attack them all on handwritten digits (about a minute, no download).
+
+    Ends with a table and an HTML report that opens offline.
+    """
+    from holdfast.experiments.demo import ALPHA, ATTACKED, EPSILON, SIGMA, run_demo
+    from holdfast.experiments.demo_report import write_report
+
+    with err.status("starting") as status:
+        result = run_demo(seed, say=lambda text: status.update(text) if err.is_terminal else err.print(text))
+    page = write_report(result, folder)
+    if as_json:
+        print_json({**result.to_dict(), "report": str(page)})
+        return
+    rows = [
+        [
+            row["name"], "yes" if row["certified"] else "no", str(row["draws"]), f"{row['coverage']['mean']:.3f}",
+            f"{row['size']:.2f}", f"{row['attacked_coverage']['mean']:.3f}", f"{row['attacked_size']:.2f}", row["verdict"],
+        ]
+        for row in result.rows()
+    ]  # fmt: skip
+    print_table(
+        f"Digits: 90 % coverage, sigma {SIGMA:g}, attacked within L2 {EPSILON:g}",
+        ["method", "certified", "draws", "coverage", "size", "attacked coverage", "attacked size", "verdict"],
+        rows,
+        f"alpha {ALPHA:g}; 500 calibration, 500 test points, {ATTACKED} of them attacked; one split, seed {seed}; {result.seconds:.0f} s",
+    )
+    out.print(f"\n{result.predictors['exact, 16 draws'].guarantee}\n", highlight=False)
+    out.print(f"report     {page}\npredictor  {folder / 'predictor.safetensors'}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def plan(
+    epsilon: Epsilon,
+    sigma: Sigma,
+    alpha: Alpha = 0.1,
+    draws: Annotated[int, typer.Option(help="Model evaluations per query.")] = 16,
+    calibration_draws: Annotated[int, typer.Option(help="Model evaluations per calibration point, paid once.")] = 64,
+    n: Annotated[int, typer.Option(help="Calibration points.")] = 4750,
+    beta: Annotated[float, typer.Option(help="Monte Carlo budget of RSCP+.")] = 0.001,
+    holdout: Annotated[Path | None, typer.Option(help="Noisy logits of your own holdout (safetensors or npz).")] = None,
+    as_json: Json = False,
+) -> None:
+    """What N draws per query buy: the best exact rules beside what RSCP+ pays. Needs no data.
+
+    Sizes are estimates on a reference population that resembles CIFAR-10, or on your own `--holdout` logits.
+    """
+    from holdfast.experiments.plan import make_plan
+
+    with err.status("solving"):
+        plans = make_plan(
+            alpha, epsilon, sigma, draws, calibration_draws=calibration_draws, n=n, beta=beta,
+            holdout=None if holdout is None else _holdout(holdout),
+        )  # fmt: skip
+    if as_json:
+        request = {"alpha": alpha, "epsilon": epsilon, "sigma": sigma, "draws": draws, "n": n, "beta": beta}
+        print_json({**request, "plans": [p.to_dict() for p in plans]})
+        return
+    rows = [
+        [
+            p.method, str(p.draws), str(p.calibration_draws), p.rule, "-" if p.level is None else f"{p.level:.5f}",
+            "-" if p.estimated_size is None else f"{p.estimated_size:.2f}", p.note,
+        ]
+        for p in plans
+    ]  # fmt: skip
+    print_table(
+        f"alpha {alpha:g}, epsilon {epsilon:g}, sigma {sigma:g}: {draws} draw{'s' if draws != 1 else ''} per query",
+        ["certificate", "draws", "cal. draws", "rule", "level alpha'", "size (est.)", "note"],
+        rows,
+        "alpha' near alpha means that robustness is nearly free; sizes are estimates on "
+        + ("your holdout" if holdout else "a reference population, see `holdfast plan --help`"),
+    )
+
+
+def _holdout(path: Path) -> Any:
+    from holdfast.draws import Draws
+    from holdfast.experiments.splits import check_logits
+    from holdfast.logits_file import read_arrays
+    from holdfast.scores import HPS
+    from holdfast.tuning import Holdout
+
+    logits, labels = check_logits(*read_arrays(path, "logits", "labels"))
+    return Holdout(Draws(HPS().order(logits.float()).transpose(1, 2).contiguous()), labels)
+
+
+@app.command()
+def evaluate(
+    logits: Annotated[Path, typer.Argument(help="safetensors or npz with `logits` [n, N, K] and `labels` [n].")],
+    sigma: Sigma,
+    epsilon: Epsilon,
+    alpha: Alpha = 0.1,
+    beta: Annotated[float, typer.Option(help="Monte Carlo budget of RSCP+.")] = 0.001,
+    score: Annotated[ScoreName, typer.Option(help="Non-conformity score.")] = ScoreName["hps"],
+    method: Annotated[list[MethodName] | None, typer.Option(help="Repeat for several; all by default.")] = None,
+    transform: Annotated[TransformName, typer.Option(help="PTT cannot help methods that only compare scores.")] = TransformName["both"],
+    draws: Annotated[int | None, typer.Option(help="Use the first N draws; all by default.")] = None,
+    calibration_draws: Annotated[int | None, typer.Option(help="Draws of calibration points, if different.")] = None,
+    splits: Annotated[int, typer.Option(help="Random calibration/test halves.")] = 50,
+    holdout: Annotated[int, typer.Option(help="Points set aside for tuning and PTT.")] = 500,
+    redraw_holdout: Annotated[bool, typer.Option("--redraw-holdout", help="A new holdout for every split.")] = False,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Any methods on precomputed noisy logits, over random splits. No network needed, so any framework will do.
+
+    `logits[i, j]` are the outputs for image i plus the j-th noise vector, noise independent across images and draws.
+    """
+    from holdfast.experiments.splits import evaluate_methods
+    from holdfast.logits_file import read_arrays
+
+    values, labels = read_arrays(logits, "logits", "labels")
+    names = [str(m) for m in method or [MethodName["all"]]]
+    names = list(METHODS) if "all" in names else names
+    transforms = ("none", "ptt") if transform == "both" else (str(transform),)
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task("evaluating", total=None)
+        rows = evaluate_methods(
+            values, labels, sigma=sigma, epsilon=epsilon, alpha=alpha, beta=beta, score=str(score), methods=names,
+            transforms=transforms, draws=draws, calibration_draws=calibration_draws, splits=splits, holdout=holdout,
+            redraw_holdout=redraw_holdout, seed=seed,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )  # fmt: skip
+    if as_json:
+        print_json({"rows": [row.to_dict() for row in rows]})
+        return
+    print_table(
+        f"{logits.name}: alpha {alpha:g}, epsilon {epsilon:g}, sigma {sigma:g}, score {score}",
+        ["method", "transform", "certified", "draws", "cal. draws", "size", "coverage, clean", "trivial splits"],
+        [
+            [
+                row.method, row.transform, "yes" if row.certified else "no", str(row.draws), str(row.calibration_draws),
+                str(row.size), str(row.coverage), f"{row.trivial_splits}/{row.splits}",
+            ]
+            for row in rows
+        ],
+        f"mean ± standard deviation over {splits} splits, seed {seed}, holdout {holdout}"
+        + (" redrawn per split" if redraw_holdout else " fixed"),
+    )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; errors meant for people are one line on stderr."""
+    try:
+        result = app(args=None if arguments is None else list(arguments), standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except InputError as error:
+        err.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        return 2
+    except typer.Exit as stop:
+        return stop.exit_code
+    except KeyboardInterrupt:
+        err.print("stopped")
+        return 130
+    except Exception as error:
+        if hasattr(error, "format_message"):  # a usage error of the command line itself
+            err.print(f"error: {error.format_message()}", style="red", highlight=False, markup=False, soft_wrap=True)
+            return 2
+        raise
