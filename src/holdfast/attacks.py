@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,13 +59,14 @@ class L2:
 class NoisyModel:
     """The attacker's view of a smoothed classifier: the model under the attacker's own noise, with gradients.
 
-    sigma = 0 is the plain classifier, one evaluation per step.
+    sigma = 0 is the plain classifier, one evaluation per step. ``autocast`` runs the network in that dtype.
     """
 
     model: Classifier
     sigma: float
     draws: int
     stream: Stream
+    autocast: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.stream.role != "attack":
@@ -80,7 +82,9 @@ class NoisyModel:
 
     def logits(self, images: Tensor, noise: Tensor | None) -> Float[Tensor, "b draws k"]:
         noisy = images[:, None] if noise is None else images[:, None] + noise
-        return self.model(noisy.flatten(0, 1)).float().view(len(images), noisy.shape[1], -1)
+        with torch.autocast(images.device.type, self.autocast) if self.autocast else nullcontext():
+            out = self.model(noisy.flatten(0, 1))
+        return out.float().view(len(images), noisy.shape[1], -1)
 
 
 class Loss(Protocol):

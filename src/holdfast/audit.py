@@ -139,7 +139,7 @@ def audit(
 
     def craft(predictor: Predictor, attack: str, radius: float) -> Tensor:
         smoother = predictor.smoother
-        noisy = NoisyModel(smoother.model, smoother.sigma, draws, stream)
+        noisy = NoisyModel(smoother.model, smoother.sigma, draws, stream, smoother.autocast)
         if attack == "softmax":  # the same for every predictor on this model and noise
             key = (id(smoother.model), smoother.sigma, attack, radius)
             if key not in shared:

@@ -29,7 +29,7 @@ from holdfast.tuning import Holdout
 
 
 def calibrate(
-    model: Classifier | Sequence[tuple[float, Classifier]],
+    model: Classifier | Smoother | Sequence[tuple[float, Classifier]],
     data: Any,
     *,
     epsilon: float | Sequence[float],
@@ -57,7 +57,8 @@ def calibrate(
     """Calibrate a classifier for robust prediction sets.
 
     Args:
-        model: ``images -> logits``; or several ``(sigma, model)`` pairs, of which the holdout picks the best.
+        model: ``images -> logits``; a :class:`Smoother` around it, which then brings sigma and numerics along; or several
+            ``(sigma, model)`` pairs, of which the holdout picks the best.
         data: labelled images in [0, 1]: ``(images, labels)``, a dataset or a loader; never seen in training.
         epsilon: L2 radius of the attack, in pixel units; several give a predictor that answers for each.
         sigma: standard deviation of the noise; epsilon to 2 epsilon works well for a model trained under that noise.
@@ -93,19 +94,22 @@ def calibrate(
         "compile": compile, "progress": progress,
     }  # fmt: skip
     seed = fresh_seed() if seed is None else seed
-    if isinstance(model, Sequence):
+    if isinstance(model, Smoother):
+        if sigma is not None and sigma != model.sigma:
+            raise InputError(f"the smoother already has sigma {model.sigma:g}; leave sigma out or make them agree")
+        smoothers = [model]
+    elif isinstance(model, Sequence):
         if sigma is not None:
             raise InputError("give either sigma or several (sigma, model) pairs, not both")
-        pairs = [(float(s), m) for s, m in model]
-        if len(pairs) > 1 and not in_memory(data) and (holdout is None or isinstance(holdout, int)):
+        smoothers = [Smoother(m, s, **options) for s, m in model]
+        if len(smoothers) > 1 and not in_memory(data) and (holdout is None or isinstance(holdout, int)):
             raise InputError("choosing among several (sigma, model) pairs reads the holdout once per pair: give it as holdout=")
     elif sigma is None:
         raise InputError("expected sigma, the standard deviation of the noise; epsilon to 2 epsilon works well")
     else:
-        pairs = [(float(sigma), model)]
-    for s, _ in pairs:
-        request.refuse_impossible(levels, s, length(data))
-    smoothers = [Smoother(m, s, **options) for s, m in pairs]
+        smoothers = [Smoother(model, sigma, **options)]
+    for smoother in smoothers:
+        request.refuse_impossible(levels, smoother.sigma, length(data))
     parts = _Parts(data, holdout, ids, seed, request)
     if len(smoothers) > 1:
         smoother = min(smoothers, key=lambda s: _expected_size(s, parts, request, levels, seed))

@@ -97,7 +97,7 @@ def examples(
     """Images before and after the attack, with their sets written below."""
     plt = _pyplot()
     count = len(clean)
-    figure, axes = plt.subplots(2, count, figsize=(1.75 * count, 4.6), squeeze=False)
+    figure, axes = plt.subplots(2, count, figsize=(2.0 * count, 5.4), squeeze=False)
     for column in range(count):
         for row, (image, caption) in enumerate(zip((clean[column], attacked[column]), captions[column], strict=True)):
             axis = axes[row][column]
@@ -105,7 +105,7 @@ def examples(
             axis.imshow(pixels[..., 0] if pixels.shape[2] == 1 else pixels, cmap="gray_r", vmin=0, vmax=1)
             axis.set(xticks=[], yticks=[])
             axis.grid(False)
-            axis.set_xlabel(caption, fontsize=7)
+            axis.set_xlabel(caption, fontsize=8)
         axes[0][column].set_title(titles[column], fontsize=9)
     axes[0][0].set_ylabel("clean")
     axes[1][0].set_ylabel("attacked")

@@ -128,7 +128,7 @@ class Smoother:
         total = length(data)
         with evaluation_mode(self.model), Bar("smoothing", total, self.progress) as bar:
             for batch in batches(data, ids, labelled=labelled):
-                per_chunk = max(1, self._rows(batch.images) // draws)
+                per_chunk = self._images_per_chunk(batch.images, draws)
                 for at in range(0, len(batch), per_chunk):
                     part = batch[at : at + per_chunk]
                     with torch.inference_mode():
@@ -157,6 +157,9 @@ class Smoother:
         pixels = max(1, images[0].numel())
         budget, most = (2**21, 4096) if self.device.type == "cpu" else (2**26, 16384)
         return max(16, min(most, budget // pixels))
+
+    def _images_per_chunk(self, images: Tensor, draws: int) -> int:
+        return max(1, self._rows(images) // draws)
 
     def _chunk(self, images: Tensor, ids: Tensor, draws: int, stream: Stream) -> Tensor:
         if draws < 1:

@@ -1,0 +1,49 @@
+"""Where numbers come from: the facts that stand beside every result."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy
+import scipy
+import torch
+
+from holdfast.artifact import write_atomically
+
+
+def manifest(command: str, config: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Configuration, versions, hardware, commit and wall-clock of a run."""
+    import holdfast
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "command": command,
+        "config": config,
+        "versions": {
+            "holdfast": holdfast.__version__, "python": platform.python_version(), "torch": torch.__version__,
+            "numpy": numpy.__version__, "scipy": scipy.__version__,
+        },
+        "hardware": {"gpu": gpu, "machine": platform.machine(), "threads": torch.get_num_threads()},
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "seconds": round(seconds, 1),
+    }  # fmt: skip
+
+
+def _commit() -> str | None:
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False)
+    except OSError:
+        return None
+    return found.stdout.strip() or None
+
+
+def write_results(path: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
+    """Rows and manifest as one small JSON file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, (json.dumps({"manifest": about, "rows": rows}, indent=1) + "\n").encode())
