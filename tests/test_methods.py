@@ -263,21 +263,21 @@ def test_bincp_by_its_definition() -> None:
 
 
 def test_cas_by_its_definition() -> None:
-    (cal, labels), (test, _) = noisy_scores(400, draws=128, seed=1), noisy_scores(50, draws=128, seed=2)
-    rule = CAS.fit(replace(BASE, draws=128, n=400))
+    (cal, labels), (test, _) = noisy_scores(400, draws=256, seed=1), noisy_scores(20, draws=256, seed=2)
+    rule = CAS.fit(replace(BASE, draws=256, n=400, alpha=0.3))
     eta = 0.001 / 403
-    radius = math.sqrt(math.log(1 / eta) / 256)
+    radius = math.sqrt(math.log(1 / eta) / 512)
     s = np.sort(1 - test.numpy(), axis=-1)
-    grid = np.concatenate([np.zeros((50, 3, 1)), s, np.ones((50, 3, 1))], axis=-1)
-    upper = np.zeros((50, 3))
-    for i in range(50):
+    grid = np.concatenate([np.zeros((20, 3, 1)), s, np.ones((20, 3, 1))], axis=-1)
+    upper = np.zeros((20, 3))
+    for i in range(20):
         for k in range(3):
             for b, b_next in zip(grid[i, k], grid[i, k, 1:]):
                 low = max((s[i, k] <= b).mean() - radius, 0)
                 upper[i, k] += (b_next - b) * gaussian_shift(1.0 - float(low), 0.5)
     true = Draws(cal).of_label(labels)
     lower = sorted((1 - true.mean - radius).tolist())
-    expected = upper >= lower[math.floor((0.1 - 0.001) * 401) - 1]
+    expected = upper >= lower[math.floor((0.3 - 0.001) * 401) - 1]
     np.testing.assert_allclose(-rule.test_statistic(Draws(test)).numpy(), upper, rtol=1e-10)
     actual = rule.decide(Draws(test), rule.threshold(rule.calibration_statistic(true)))
     assert np.array_equal(actual.numpy(), expected)
@@ -297,11 +297,9 @@ def test_too_few_points_for_eta_means_every_label(name: str) -> None:
 # -- laws --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "exact_asymmetric"])
 def test_sets_grow_with_epsilon_and_confidence(name: str) -> None:
     """For a fixed rule and the same noise; for risk control g is what depends on both, so it is left out."""
-    if name == "exact_asymmetric":
-        pytest.skip("its g is tied to epsilon")
     (cal, labels), (test, _) = noisy_scores(300, draws=256, seed=1), noisy_scores(100, draws=256, seed=2)
     setting = replace(BASE, draws=256, n=300, beta=0.01)
     rule, true = fitted(name, setting), Draws(cal).of_label(labels)

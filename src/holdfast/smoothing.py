@@ -57,9 +57,9 @@ def fingerprint(model: Classifier) -> str | None:
     for name, value in sorted(model.state_dict().items()):
         if not isinstance(value, Tensor):
             continue
-        flat = value.detach().cpu().contiguous()
-        digest.update(f"{name} {flat.dtype} {tuple(flat.shape)}\n".encode())
-        digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() and flat.ndim else str(flat.tolist()).encode())
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        flat = value.detach().cpu().clone(memory_format=torch.contiguous_format).flatten()
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--attack-draws", type=int, default=32)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--attacks", nargs="+", default=["softmax", "margin"])
+    parser.add_argument("--only", nargs="+", default=[""], help="methods whose name begins with one of these")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", default="results/attack-cifar10.json")
@@ -78,8 +79,12 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     shared: dict[str, Any] = {"epsilon": options.epsilon, "seed": options.seed + 1, "class_names": data.class_names}
     predictors: dict[str, Predictor] = {}
     for score in ("hps", "aps"):
+        if not "vanilla CP".startswith(tuple(options.only)):
+            continue
         predictors[f"vanilla CP {score.upper()}"] = calibrate(clean, calibration.pair, method="cp", score=score, draws=1, **shared)
     for name, method, score, transform, draws, cal_draws in ENTRIES:
+        if not name.startswith(tuple(options.only)):
+            continue
         predictors[name] = calibrate(
             noisy, calibration.pair, method=method, score=score, transform=transform, draws=draws,
             calibration_draws=cal_draws, holdout=holdout.pair, **shared,
