@@ -1,6 +1,6 @@
 """Attack throughput beside the bare forward + backward pass, in one run.
 
-    python benchmarks/attack.py [--device cuda] [--depth 110] [--images 256] [--draws 32] [--steps 10]
+python benchmarks/attack.py [--device cuda] [--depth 110] [--images 256] [--draws 32] [--steps 10]
 """
 
 from __future__ import annotations
@@ -72,7 +72,15 @@ def main() -> None:
         "noisy_images_per_second": total * options.steps / full, "steps": options.steps, "depth": options.depth,
     }  # fmt: skip
     print(json.dumps(row, indent=1))
-    write_results(Path(options.out), [row], manifest("python benchmarks/attack.py", vars(options), time.monotonic() - start))
+    write_results(
+        Path(options.out),
+        [row],
+        manifest(
+            "python benchmarks/attack.py",
+            {key: value for key, value in vars(options).items() if key != "out"},
+            time.monotonic() - start,
+        ),
+    )
 
 
 if __name__ == "__main__":

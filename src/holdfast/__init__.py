@@ -1,7 +1,7 @@
 """holdfast: prediction sets that keep their coverage under attack.
 
-    predictor = holdfast.calibrate(model, (images, labels), alpha=0.1, epsilon=0.125, sigma=0.25)
-    sets = predictor.predict(new_images)
+predictor = holdfast.calibrate(model, (images, labels), alpha=0.1, epsilon=0.125, sigma=0.25)
+sets = predictor.predict(new_images)
 """
 
 from holdfast import bounds, scores, transforms

@@ -104,14 +104,18 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     found = {name: _digest(tensor) for name, tensor in tensors.items()}
     if found != manifest["checksums"]:
         differ = sorted(set(found.items()) ^ set(manifest["checksums"].items()))
-        raise InputError(f"{path}: tensor {differ[0][0]!r} does not match its checksum: the file was altered; save it again")
+        raise InputError(
+            f"{path}: tensor {differ[0][0]!r} does not match its checksum: the file was altered; save it again"
+        )
     return manifest, tensors
 
 
 def _score(config: dict[str, Any], given: str | Score | Callable[..., Tensor] | None) -> Score:
     if config.get("custom"):
         if given is None:
-            raise InputError(f"this predictor uses the custom score {config['name']!r}; pass it: load(path, model, score=...)")
+            raise InputError(
+                f"this predictor uses the custom score {config['name']!r}; pass it: load(path, model, score=...)"
+            )
         score = get_score(given)
         if not isinstance(given, Score):
             score = CustomScore(given, config["name"], config["bounded"])  # type: ignore[arg-type]
@@ -162,7 +166,9 @@ def load(
         )
     levels: dict[Level, Calibrated] = {}
     for entry in manifest["levels"]:
-        parameters = {key: tuple(value) if isinstance(value, list) else value for key, value in entry["parameters"].items()}
+        parameters = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in entry["parameters"].items()
+        }
         rule = METHODS[entry["method"]](setting=Setting(**entry["setting"]), **parameters)
         scores = tensors["calibration"]
         if entry["transform"] == "ptt":

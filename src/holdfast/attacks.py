@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -87,10 +86,8 @@ class NoisyModel:
         return out.float().view(len(images), noisy.shape[1], -1)
 
 
-class Loss(Protocol):
-    """Maps noisy logits [b, draws, K], true labels [b] and ids [b] to what is maximised, one number per image."""
-
-    def __call__(self, logits: Tensor, labels: Tensor, ids: Tensor) -> Tensor: ...
+# Noisy logits [b, draws, K], true labels [b] and ids [b] -> what is maximised, one number per image.
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def mean_softmax(logits: Tensor, labels: Tensor, ids: Tensor) -> Tensor:  # noqa: ARG001
@@ -224,14 +221,20 @@ def pgd(
     norm = norm or L2()
     step_size = 2 * epsilon / steps if step_size is None else step_size
     parameter = next(noisy.model.parameters(), None) if isinstance(noisy.model, torch.nn.Module) else None
-    device = torch.device(device) if device is not None else parameter.device if parameter is not None else torch.device("cpu")
+    device = (
+        torch.device(device)
+        if device is not None
+        else parameter.device
+        if parameter is not None
+        else torch.device("cpu")
+    )
     ids = torch.arange(len(images)) if ids is None else ids
     if rows is None:
         rows = (2**20 if device.type == "cpu" else 2**24) // max(1, images[0].numel())
     per_chunk = max(1, rows // noisy.rows)
     generator = torch.Generator(device=device).manual_seed(seed)
     out = torch.empty_like(images, device="cpu")
-    with evaluation_mode(noisy.model), Bar("attacking", len(images), progress) as bar, _frozen(noisy.model):
+    with evaluation_mode(noisy.model), Bar("attacking", len(images), progress) as bar, _FrozenParameters(noisy.model):
         for at in range(0, len(images), per_chunk):
             part = slice(at, at + per_chunk)
             x, y, i = images[part].to(device), labels[part].to(device), ids[part].to(device)
@@ -240,7 +243,23 @@ def pgd(
             for restart in range(restarts):
                 start = random_start or restart > 0
                 delta = norm.random(x, epsilon, generator) if start else torch.zeros_like(x)
-                _climb(noisy, loss, norm, x, y, i, noise, _inside(x, delta, clip), epsilon, step_size, steps, clip, goal, best, peak)
+                _climb(
+                    noisy,
+                    loss,
+                    norm,
+                    x,
+                    y,
+                    i,
+                    noise,
+                    _inside(x, delta, clip),
+                    epsilon,
+                    step_size,
+                    steps,
+                    clip,
+                    goal,
+                    best,
+                    peak,
+                )
             out[part] = _within(x, best, epsilon).cpu()
             bar.advance(len(x))
     return out
@@ -288,14 +307,17 @@ def _within(x: Tensor, attacked: Tensor, epsilon: float) -> Tensor:
             return attacked
         shrink = torch.where(over, shrink * (epsilon / distance.clamp_min(1e-30)).clamp_max(1 - 1e-7), shrink)
         attacked = (x.double() + shrink * (original.double() - x.double())).to(x.dtype)
+    distance = (attacked.double() - x.double()).flatten(1).norm(dim=1).view_as(shrink)
     return torch.where((distance <= epsilon).expand_as(x), attacked, x)
 
 
-class _frozen:
+class _FrozenParameters:
     """Parameters need no gradients while only the input moves."""
 
     def __init__(self, model: Classifier) -> None:
-        self.parameters = [p for p in model.parameters() if p.requires_grad] if isinstance(model, torch.nn.Module) else []
+        self.parameters = (
+            [p for p in model.parameters() if p.requires_grad] if isinstance(model, torch.nn.Module) else []
+        )
 
     def __enter__(self) -> None:
         for parameter in self.parameters:
@@ -304,9 +326,6 @@ class _frozen:
     def __exit__(self, *_: object) -> None:
         for parameter in self.parameters:
             parameter.requires_grad_(True)
-
-
-Attack = Callable[[Tensor, Tensor], Tensor]
 
 
 def smooth_adv(

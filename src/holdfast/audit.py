@@ -83,7 +83,9 @@ class Audit:
         return "\n".join(lines)
 
 
-def judge(predictor: Predictor, evaluation: Evaluation, radius: float, level: tuple[float, float]) -> tuple[bool, float, str]:
+def judge(
+    predictor: Predictor, evaluation: Evaluation, radius: float, level: tuple[float, float]
+) -> tuple[bool, float, str]:
     """Whether 1 - alpha was promised, the p-value of the observed coverage under it, and the verdict."""
     alpha, epsilon = level
     rule = predictor.levels[level].rule

@@ -179,13 +179,15 @@ def hull_level(
     """
     _check_rule(calibration_draws, c, draws, kappa, r, alpha)
     z = _GRID
+    if miss_rate(z[1], draws, kappa, r, gamma) > alpha:
+        return 0.0  # so large an attack that no level the grid can tell from zero certifies alpha
     safe = 0.0
     for _ in range(24):
         f = binomial_tail(calibration_draws, c + 1, ndtr(z))
         h = miss_rate(z, draws, kappa, r, gamma)
         (safe,), _, _ = _bridge(f[None, :-1], h[None, 1:], alpha)
         (hopeful,), (i,), (j,) = _bridge(f[None], h[None], alpha)
-        if hopeful - safe <= 1e-4 * hopeful:
+        if hopeful - safe <= 1e-4 * hopeful or len(z) > 100_000:
             break
         mu = (f[j] - f[i]) / (h[j] - h[i])
         worst_corner = f[:-1] + mu * (alpha - h[1:])
@@ -204,7 +206,9 @@ def hull_levels(
         >>> hull_levels(4, np.array([0, 1]), 4, np.array([1, 1]), 0.5, 0.1).round(3)
         array([0.1  , 0.019])
     """
-    z = np.concatenate([[-np.inf], np.linspace(-7.0, 7.0, 384 + 12 * int(max(calibration_draws, draws) ** 0.5)), [np.inf]])
+    z = np.concatenate(
+        [[-np.inf], np.linspace(-7.0, 7.0, 384 + 12 * int(max(calibration_draws, draws) ** 0.5)), [np.inf]]
+    )
     some_c, at_c = np.unique(c, return_inverse=True)
     some_kappa, at_kappa = np.unique(kappa, return_inverse=True)
     f = binomial_tail(calibration_draws, some_c[:, None] + 1, ndtr(z))
@@ -218,7 +222,12 @@ def hull_levels(
 # Cells of the linear program are cut where h crosses these heights, so that pairing h at the right end of a cell with
 # E g at its left end costs at most the distance between two of them: fine where alpha lives, coarser above.
 _HEIGHTS = np.concatenate(
-    [np.geomspace(1e-7, 4e-4, 24), np.arange(0.0005, 0.02, 0.0005), np.arange(0.02, 0.2, 0.002), np.arange(0.2, 1.0, 0.01)]
+    [
+        np.geomspace(1e-7, 4e-4, 24),
+        np.arange(0.0005, 0.02, 0.0005),
+        np.arange(0.02, 0.2, 0.002),
+        np.arange(0.2, 1.0, 0.01),
+    ]
 )
 
 
@@ -231,9 +240,13 @@ def _cells(calibration_draws: int, draws: int, kappa: int, r: float, gamma: floa
     return z, *_constraints(z, calibration_draws, draws, kappa, r, gamma)
 
 
-def _constraints(z: ndarray, calibration_draws: int, draws: int, kappa: int, r: float, gamma: float) -> tuple[ndarray, ndarray]:
+def _constraints(
+    z: ndarray, calibration_draws: int, draws: int, kappa: int, r: float, gamma: float
+) -> tuple[ndarray, ndarray]:
     steps = np.array([0, *breakpoints(calibration_draws)])
-    return binomial_tail(calibration_draws, steps[None, :], ndtr(z[:-1])[:, None]), miss_rate(z[1:], draws, kappa, r, gamma)
+    return binomial_tail(calibration_draws, steps[None, :], ndtr(z[:-1])[:, None]), miss_rate(
+        z[1:], draws, kappa, r, gamma
+    )
 
 
 def breakpoints(calibration_draws: int, most: int = 48) -> tuple[int, ...]:
@@ -271,17 +284,22 @@ def majorant(
     steps = breakpoints(calibration_draws)
     cost = np.array([weights.sum(), *(weights[j:].sum() + increment_cost for j in steps)])
     z, expect, need = _cells(calibration_draws, draws, kappa, r, gamma)
-    for refinement in range(2 if refine else 1):
+
+    def solve() -> ndarray:
         result = linprog(cost, A_ub=-expect, b_ub=-need, bounds=(0, None), method="highs")
         if result.status != 0:
             raise RuntimeError(f"the majorant program did not solve: {result.message}")
-        if refine and refinement == 0:
-            tight = np.flatnonzero(expect @ result.x - need < 1e-7)
-            finer = np.concatenate([np.linspace(z[k], z[k + 1], 9)[1:-1] for k in np.clip(tight, 1, len(z) - 3)])
-            left, right = _constraints(np.unique(np.concatenate([z, finer])), calibration_draws, draws, kappa, r, gamma)
-            expect, need = left, right
+        return result.x
+
+    solution = solve()
+    if refine:
+        tight = np.flatnonzero(expect @ solution - need < 1e-7)
+        finer = np.concatenate([np.linspace(z[k], z[k + 1], 9)[1:-1] for k in np.clip(tight, 1, len(z) - 3)])
+        z = np.unique(np.concatenate([z, finer]))
+        expect, need = _constraints(z, calibration_draws, draws, kappa, r, gamma)
+        solution = solve()
     rises = np.zeros(calibration_draws + 1)
-    rises[[0, *steps]] = np.maximum(result.x, 0.0)
+    rises[[0, *steps]] = np.maximum(solution, 0.0)
     violation = np.max(need - expect @ rises[[0, *steps]])
     rises[0] += max(0.0, float(violation)) + 1e-6
     g = rises.cumsum()
@@ -316,11 +334,16 @@ def hypergeometric(total: int, sample: int) -> Float[ndarray, "marked found"]:
     if not 0 <= sample <= total:
         raise InputError(f"expected a sample of at most {total} draws, got {sample}")
 
-    def log_choose(n: ndarray, k: ndarray) -> ndarray:
-        return np.where((k < 0) | (k > n), -np.inf, gammaln(n + 1) - gammaln(np.clip(k, 0, n) + 1) - gammaln(n - np.clip(k, 0, n) + 1))
+    def log_choose(n: Any, k: Any) -> Any:
+        inside = np.clip(k, 0, n)
+        return np.where((k < 0) | (k > n), -np.inf, gammaln(n + 1) - gammaln(inside + 1) - gammaln(n - inside + 1))
 
     marked, found = np.arange(total + 1.0)[:, None], np.arange(sample + 1.0)[None, :]
-    log = log_choose(marked, found) + log_choose(total - marked, sample - found) - log_choose(np.float64(total), np.float64(sample))
+    log = (
+        log_choose(marked, found)
+        + log_choose(total - marked, sample - found)
+        - log_choose(np.float64(total), np.float64(sample))
+    )
     return np.exp(log)
 
 
@@ -338,5 +361,7 @@ def covered_at_most(covered: int, m: int, n: int, rank: int) -> float:
     if covered >= m or rank > n:
         return 1.0 if covered >= m else 0.0
     a, b, j = float(rank), float(n + 1 - rank), np.arange(covered + 1.0)
-    log = gammaln(m + 1) - gammaln(j + 1) - gammaln(m - j + 1) + gammaln(j + a) + gammaln(m - j + b) - gammaln(m + a + b)
+    log = (
+        gammaln(m + 1) - gammaln(j + 1) - gammaln(m - j + 1) + gammaln(j + a) + gammaln(m - j + b) - gammaln(m + a + b)
+    )
     return float(min(np.exp(log + gammaln(a + b) - gammaln(a) - gammaln(b)).sum(), 1.0))

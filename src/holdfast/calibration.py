@@ -103,7 +103,9 @@ def calibrate(
             raise InputError("give either sigma or several (sigma, model) pairs, not both")
         smoothers = [Smoother(m, s, **options) for s, m in model]
         if len(smoothers) > 1 and not in_memory(data) and (holdout is None or isinstance(holdout, int)):
-            raise InputError("choosing among several (sigma, model) pairs reads the holdout once per pair: give it as holdout=")
+            raise InputError(
+                "choosing among several (sigma, model) pairs reads the holdout once per pair: give it as holdout="
+            )
     elif sigma is None:
         raise InputError("expected sigma, the standard deviation of the noise; epsilon to 2 epsilon works well")
     else:
@@ -172,8 +174,12 @@ class _Request:
     def needs_holdout(self) -> bool:
         return self.main.uses_holdout or self.transform == "ptt"
 
-    def setting(self, level: Level, sigma: float, n: int, classes: int, calibration_draws: int | None = None) -> Setting:
-        return Setting(level[0], level[1], sigma, self.draws, n, classes, calibration_draws or self.calibration_draws, self.beta)
+    def setting(
+        self, level: Level, sigma: float, n: int, classes: int, calibration_draws: int | None = None
+    ) -> Setting:
+        return Setting(
+            level[0], level[1], sigma, self.draws, n, classes, calibration_draws or self.calibration_draws, self.beta
+        )
 
     def refuse_impossible(self, levels: list[Level], sigma: float, n: int | None) -> None:
         """Impossible promises are refused before the network runs; n is checked again once it is known exactly."""
@@ -279,9 +285,13 @@ def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, on
             classes = logits.shape[2]
             right += float((logits.argmax(dim=-1) == y[:, None]).double().mean(dim=1).sum())
             seen += len(batch)
-            scores = noisy_scores(request.score, kind, logits, streams[role].uniform(batch.ids.to(logits.device), "aps"))
+            scores = noisy_scores(
+                request.score, kind, logits, streams[role].uniform(batch.ids.to(logits.device), "aps")
+            )
             if scores.values.isnan().any():
-                raise InputError(f"score {request.score.name!r} returned NaN; a NaN has no rank, so it carries no guarantee")
+                raise InputError(
+                    f"score {request.score.name!r} returned NaN; a NaN has no rank, so it carries no guarantee"
+                )
             kept[role].append((scores if role == "holdout" else scores.of_label(y)).values.cpu())
             if role == "holdout":
                 labels.append(y.cpu())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -24,11 +24,16 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-out, err = Console(), Console(stderr=True)
+err = Console(stderr=True)
+# Where nobody watches (a pipe, a log) a table is as wide as it needs to be.
+out = Console() if sys.stdout.isatty() else Console(width=140)
 
-MethodName = StrEnum("MethodName", {name: name for name in (*METHODS, "all")})
-ScoreName = StrEnum("ScoreName", {name: name for name in ("hps", "aps", "raps")})
-TransformName = StrEnum("TransformName", {name: name for name in ("none", "ptt", "both")})
+MethodName = Literal[
+    "cp", "cp_smoothed", "rscp", "rscp_plus_hoeffding", "rscp_plus_bernstein", "exact", "exact_asymmetric", "rcp1", "bincp",
+    "cas", "all",
+]  # fmt: skip
+ScoreName = Literal["hps", "aps", "raps"]
+TransformName = Literal["none", "ptt", "both"]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Alpha = Annotated[float, typer.Option(help="Miscoverage: 0.1 promises that 90 % of sets hold the truth.")]
@@ -42,12 +47,14 @@ def print_json(value: Any) -> None:
 
 
 def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", header_style="bold")
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", header_style="bold", padding=(0, 1, 0, 0))
     for index, name in enumerate(head):
-        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=index == 0)
+        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     out.print(table)
+    if caption:
+        out.print(caption, style="dim", highlight=False)
 
 
 @app.command()
@@ -113,19 +120,26 @@ def plan(
         request = {"alpha": alpha, "epsilon": epsilon, "sigma": sigma, "draws": draws, "n": n, "beta": beta}
         print_json({**request, "plans": [p.to_dict() for p in plans]})
         return
-    rows = [
-        [
-            p.method, str(p.draws), str(p.calibration_draws), p.rule, "-" if p.level is None else f"{p.level:.5f}",
-            "-" if p.estimated_size is None else f"{p.estimated_size:.2f}", p.note,
-        ]
-        for p in plans
-    ]  # fmt: skip
+
+    def cell(value: float | int | None, form: str = "d") -> str:
+        return "-" if value is None else format(value, form)
+
     print_table(
         f"alpha {alpha:g}, epsilon {epsilon:g}, sigma {sigma:g}: {draws} draw{'s' if draws != 1 else ''} per query",
-        ["certificate", "draws", "cal. draws", "rule", "level alpha'", "size (est.)", "note"],
-        rows,
-        "alpha' near alpha means that robustness is nearly free; sizes are estimates on "
-        + ("your holdout" if holdout else "a reference population, see `holdfast plan --help`"),
+        ["certificate", "draws", "cal. draws", "c", "kappa", "level alpha'", "size (est.)"],
+        [
+            [
+                p.method, cell(p.draws), cell(p.calibration_draws), cell(p.c), cell(p.kappa), cell(p.level, ".5f"),
+                cell(p.estimated_size, ".2f"),
+            ]
+            for p in plans
+        ],
+    )  # fmt: skip
+    for p in plans:
+        out.print(f"{p.method} ({p.draws}/{p.calibration_draws}): {p.rule}", highlight=False)
+    where = "your holdout" if holdout else "a reference population (see --help)"
+    out.print(
+        f"\nalpha' near alpha: robustness nearly free. Sizes are estimates on {where}.", style="dim", highlight=False
     )
 
 
@@ -147,9 +161,11 @@ def evaluate(
     epsilon: Epsilon,
     alpha: Alpha = 0.1,
     beta: Annotated[float, typer.Option(help="Monte Carlo budget of RSCP+.")] = 0.001,
-    score: Annotated[ScoreName, typer.Option(help="Non-conformity score.")] = ScoreName["hps"],
+    score: Annotated[ScoreName, typer.Option(help="Non-conformity score.")] = "hps",
     method: Annotated[list[MethodName] | None, typer.Option(help="Repeat for several; all by default.")] = None,
-    transform: Annotated[TransformName, typer.Option(help="PTT cannot help methods that only compare scores.")] = TransformName["both"],
+    transform: Annotated[
+        TransformName, typer.Option(help="PTT cannot help methods that only compare scores.")
+    ] = "both",
     draws: Annotated[int | None, typer.Option(help="Use the first N draws; all by default.")] = None,
     calibration_draws: Annotated[int | None, typer.Option(help="Draws of calibration points, if different.")] = None,
     splits: Annotated[int, typer.Option(help="Random calibration/test halves.")] = 50,
@@ -166,13 +182,13 @@ def evaluate(
     from holdfast.logits_file import read_arrays
 
     values, labels = read_arrays(logits, "logits", "labels")
-    names = [str(m) for m in method or [MethodName["all"]]]
+    names = list(method or ["all"])
     names = list(METHODS) if "all" in names else names
-    transforms = ("none", "ptt") if transform == "both" else (str(transform),)
+    transforms = ("none", "ptt") if transform == "both" else (transform,)
     with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("evaluating", total=None)
         rows = evaluate_methods(
-            values, labels, sigma=sigma, epsilon=epsilon, alpha=alpha, beta=beta, score=str(score), methods=names,
+            values, labels, sigma=sigma, epsilon=epsilon, alpha=alpha, beta=beta, score=score, methods=names,
             transforms=transforms, draws=draws, calibration_draws=calibration_draws, splits=splits, holdout=holdout,
             redraw_holdout=redraw_holdout, seed=seed,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
@@ -195,10 +211,20 @@ def evaluate(
     )  # fmt: skip
 
 
+def _repeat_method(arguments: Sequence[str]) -> list[str]:
+    """Let ``--method a b`` mean ``--method a --method b``."""
+    spelled: list[str] = []
+    for word in arguments:
+        if word in (*METHODS, "all") and len(spelled) >= 2 and spelled[-2] == "--method":
+            spelled.append("--method")
+        spelled.append(word)
+    return spelled
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; errors meant for people are one line on stderr."""
     try:
-        result = app(args=None if arguments is None else list(arguments), standalone_mode=False)
+        result = app(args=_repeat_method(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
         return result if isinstance(result, int) else 0
     except InputError as error:
         err.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
@@ -209,7 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         err.print("stopped")
         return 130
     except Exception as error:
-        if hasattr(error, "format_message"):  # a usage error of the command line itself
-            err.print(f"error: {error.format_message()}", style="red", highlight=False, markup=False, soft_wrap=True)
+        message = getattr(error, "format_message", None)
+        if message:  # a usage error of the command line itself
+            err.print(f"error: {message()}", style="red", highlight=False, markup=False, soft_wrap=True)
             return 2
         raise

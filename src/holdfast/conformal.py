@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -52,6 +51,7 @@ def conformal_quantile(scores: Float[Tensor, " n"], alpha: Fraction | float) -> 
     A ``float`` is taken as typed (:func:`exact_level`); computed levels come as ``Fraction(value)``.
 
     Example:
+        >>> import torch
         >>> conformal_quantile(torch.arange(1.0, 10.0), 0.1)
         9.0
         >>> conformal_quantile(torch.arange(1.0, 9.0), 0.1)
@@ -116,7 +116,7 @@ class Guarantee:
                     f"2 beta = {2 * self.beta:g} leaves nothing of alpha = {self.alpha:g}: choose beta below "
                     f"{self.alpha / 2:g} (0.001 is usual)"
                 )
-        level = exact_level(self.alpha) - 2 * exact_level(self.beta or 0)
+        level = exact_level(self.alpha) - 2 * exact_level(self.beta or 0.0)
         if conformal_rank(self.n, level) > self.n:
             raise InputError(
                 f"{self.n} calibration points cannot certify miscoverage {float(level):g}: at least "
@@ -137,7 +137,9 @@ class Guarantee:
                 f"attacked (method {self.method}, {points}); under attack {self.method} promises nothing."
             )
         noise = f"Gaussian noise sigma {self.sigma:g}, {self.draws} draw{'s' if self.draws != 1 else ''} per query"
-        budget = "" if self.beta is None else f", Monte Carlo budget 2 x {self.beta:g} inside the {100 * self.alpha:g} %"
+        budget = (
+            "" if self.beta is None else f", Monte Carlo budget 2 x {self.beta:g} inside the {100 * self.alpha:g} %"
+        )
         return (
             f"With probability at least {coverage}, the set contains the true label of a query even if an adversary "
             f"has moved it by up to {self.epsilon:g} in L2 norm (method {self.method}, {noise}{budget}, {points})."

@@ -24,7 +24,9 @@ class Draws:
 
     def __init__(self, values: Tensor) -> None:
         if values.ndim < 2 or values.shape[-1] < 1:
-            raise InputError(f"expected noisy scores [..., draws] with at least one draw, got shape {tuple(values.shape)}")
+            raise InputError(
+                f"expected noisy scores [..., draws] with at least one draw, got shape {tuple(values.shape)}"
+            )
         self.values = values
 
     @property
@@ -42,7 +44,9 @@ class Draws:
     def first(self, count: int) -> Draws:
         """The first ``count`` draws of every point."""
         if count > self.count:
-            raise InputError(f"asked for {count} draws, only {self.count} are there; smooth with more draws or ask for fewer")
+            raise InputError(
+                f"asked for {count} draws, only {self.count} are there; smooth with more draws or ask for fewer"
+            )
         return self if count == self.count else Draws(self.values[..., :count].contiguous())
 
     def of_label(self, labels: Tensor) -> Draws:

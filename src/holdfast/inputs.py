@@ -65,13 +65,17 @@ def batches(data: Any, ids: Any = None, size: int = 256, labelled: bool = False)
         if labels is not None:
             labels = torch.as_tensor(labels)
             if labels.shape != (len(images),):
-                raise InputError(f"expected one label per image, got {len(images)} images and labels {tuple(labels.shape)}")
+                raise InputError(
+                    f"expected one label per image, got {len(images)} images and labels {tuple(labels.shape)}"
+                )
         if given is None:
             batch_ids = torch.arange(offset, offset + len(images))
         else:
             batch_ids = given[offset : offset + len(images)].long().cpu()
             if len(batch_ids) != len(images):
-                raise InputError(f"expected one id per image, got {len(given)} ids for at least {offset + len(images)} images")
+                raise InputError(
+                    f"expected one id per image, got {len(given)} ids for at least {offset + len(images)} images"
+                )
         offset += len(images)
         yield Batch(images, labels, batch_ids)
     if offset == 0:
@@ -112,7 +116,11 @@ def _raw_batches(data: Any, size: int) -> Iterator[Any]:
     if isinstance(data, Tensor | np.ndarray):
         for at in range(0, len(data), size):
             yield data[at : at + size]
-    elif isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor | np.ndarray | list) for part in data):
+    elif (
+        isinstance(data, tuple)
+        and len(data) == 2
+        and all(isinstance(part, Tensor | np.ndarray | list) for part in data)
+    ):
         images, labels = data[0], torch.as_tensor(data[1])
         if len(images) != len(labels):
             raise InputError(f"expected as many labels as images, got {len(images)} images and {len(labels)} labels")

@@ -30,7 +30,9 @@ def fresh_seed() -> int:
     return secrets.randbits(128)
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-10 on int64 tensors that hold 32-bit words.
 
     Example:
@@ -85,6 +87,7 @@ class Stream:
 
     def gaussian(self, ids: Int[Tensor, " b"], draws: range, shape: tuple[int, ...]) -> Float[Tensor, "b d ..."]:
         """Standard normal noise ``[b, len(draws), *shape]`` in float32 on the device of ``ids``."""
+        ids = ids.long()
         size, blocks = prod(shape), math.ceil(prod(shape) / 4)  # a counter gives four words: two Box-Muller pairs
         position = torch.arange(blocks, device=ids.device)
         draw = torch.arange(draws.start, draws.stop, draws.step, device=ids.device).repeat(len(ids))[:, None]
@@ -104,8 +107,9 @@ class Stream:
 
     def uniform(self, ids: Int[Tensor, " b"], purpose: str) -> Float[Tensor, " b"]:
         """One U(0, 1) number per example, independent of its noise and of every other purpose."""
+        ids = ids.long()
         zero = torch.zeros_like(ids)
-        words = philox((zero, zero, ids & _MASK, (ids >> 32) & _MASK), self._key(purpose))
+        words = philox((zero, zero, ids & _MASK, (ids >> 32) & _MASK), self._key(f"uniform/{purpose}"))
         return _unit(words[0])
 
 

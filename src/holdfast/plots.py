@@ -40,7 +40,9 @@ def svg(figure: Any) -> str:
     return text[text.index("<svg") :]
 
 
-def size_curves(curves: Mapping[str, Sequence[tuple[float, float]]], classes: int, certified: Mapping[str, bool]) -> Any:
+def size_curves(
+    curves: Mapping[str, Sequence[tuple[float, float]]], classes: int, certified: Mapping[str, bool]
+) -> Any:
     """Mean set size against epsilon, one line per method; dashed where nothing is certified."""
     plt = _pyplot()
     figure, axis = plt.subplots(figsize=(7.2, 3.8))
@@ -60,7 +62,9 @@ def score_densities(before: Tensor, after: Tensor, alpha: float) -> Any:
     figure, axes = plt.subplots(1, 2, figsize=(7.2, 2.8))
     for axis, scores, title in ((axes[0], before, "score"), (axes[1], after, "score after PTT")):
         axis.hist(scores.numpy(), bins=40, range=(0, 1), density=True, color=CERTIFIED, alpha=0.8)
-        axis.axvline(float(scores.double().quantile(1 - alpha)), color=VANILLA, lw=1.5, label=f"{1 - alpha:.0%} quantile")
+        axis.axvline(
+            float(scores.double().quantile(1 - alpha)), color=VANILLA, lw=1.5, label=f"{1 - alpha:.0%} quantile"
+        )
         axis.set(xlabel=title, yticks=[], yscale="log")
     axes[0].set_ylabel("density (log)")
     axes[0].legend(fontsize=8)
@@ -78,22 +82,25 @@ def clean_and_attacked(rows: Sequence[Mapping[str, Any]], alpha: float) -> Any:
         for offset, key, alpha_, label in ((0.2, clean, 0.45, "clean"), (-0.2, attacked, 1.0, "attacked")):
             values = [row[key]["mean"] if isinstance(row[key], Mapping) else row[key] for row in rows]
             colors = [CERTIFIED if row["certified"] else VANILLA for row in rows]
-            bars = axis.barh([p + offset for p in positions], values, height=0.36, color=colors, alpha=alpha_, label=label)
+            bars = axis.barh(
+                [p + offset for p in positions], values, height=0.36, color=colors, alpha=alpha_, label=label
+            )
             axis.bar_label(bars, fmt="%.3f" if key.endswith("coverage") else "%.2f", fontsize=7, padding=2)
     axes[0].axvline(1 - alpha, color="#222", lw=1, ls="--")
     axes[0].text(1 - alpha, len(rows) - 0.35, f" {1 - alpha:.0%} promised", fontsize=8, ha="center")
     axes[0].set(xlabel="coverage", xlim=(0, 1.12), yticks=positions, yticklabels=[row["name"] for row in rows])
     axes[1].set(xlabel="mean set size", xlim=(0, 1.12 * max(row["attacked_size"] for row in rows)))
-    handles = [plt.Rectangle((0, 0), 1, 1, color=c, alpha=a) for c, a in ((CERTIFIED, 1), (VANILLA, 1), ("#666", 0.45), ("#666", 1))]
+    handles = [
+        plt.Rectangle((0, 0), 1, 1, color=c, alpha=a)
+        for c, a in ((CERTIFIED, 1), (VANILLA, 1), ("#666", 0.45), ("#666", 1))
+    ]
     figure.legend(handles, ["certified", "not certified", "clean", "attacked"], ncol=4, loc="upper center", fontsize=8,
                   bbox_to_anchor=(0.55, 1.06))  # fmt: skip
     figure.tight_layout()
     return figure
 
 
-def examples(
-    clean: Tensor, attacked: Tensor, captions: Sequence[tuple[str, str]], titles: Sequence[str]
-) -> Any:
+def examples(clean: Tensor, attacked: Tensor, captions: Sequence[tuple[str, str]], titles: Sequence[str]) -> Any:
     """Images before and after the attack, with their sets written below."""
     plt = _pyplot()
     count = len(clean)

@@ -149,10 +149,14 @@ class Predictor:
                 masks[level].append(mask.cpu())
         return {level: torch.cat(parts) for level, parts in masks.items()}
 
-    def decide(self, logits: Tensor, ids: Tensor, stream: Stream, wanted: Sequence[Level] | None = None) -> dict[Level, Tensor]:
+    def decide(
+        self, logits: Tensor, ids: Tensor, stream: Stream, wanted: Sequence[Level] | None = None
+    ) -> dict[Level, Tensor]:
         """Sets from noisy logits [n, N, K] that this predictor's smoother made."""
         if logits.shape[2] != self.classes:
-            raise InputError(f"the predictor was calibrated on {self.classes} classes, the model returned {logits.shape[2]}")
+            raise InputError(
+                f"the predictor was calibrated on {self.classes} classes, the model returned {logits.shape[2]}"
+            )
         ids = ids.to(logits.device)
         u, v = stream.uniform(ids, "aps"), stream.uniform(ids, "boundary")
         cache: dict[tuple[str, float], Draws] = {}

@@ -60,9 +60,11 @@ class Page:
             from markupsafe import Markup
         except ImportError:
             raise InputError("HTML reports need jinja2: pip install 'holdfast[report]'") from None
-        environment = Environment(loader=PackageLoader("holdfast"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        environment = Environment(
+            loader=PackageLoader("holdfast"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        )
         sections = [
-            {**section.__dict__, "figures": [{"svg": Markup(f.svg), "caption": f.caption} for f in section.figures]}  # noqa: S704
+            {**section.__dict__, "figures": [{"svg": Markup(f.svg), "caption": f.caption} for f in section.figures]}
             for section in self.sections
         ]
         template = environment.get_template("report.html")
@@ -86,7 +88,16 @@ def hardware() -> str:
 
 def methods_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Clean and attacked coverage and size of every method."""
-    head = ["method", "certified", "draws", "coverage, clean", "size", "coverage, attacked", "size, attacked", "verdict"]
+    head = [
+        "method",
+        "certified",
+        "draws",
+        "coverage, clean",
+        "size",
+        "coverage, attacked",
+        "size, attacked",
+        "verdict",
+    ]
     body = []
     for row in rows:
         bad = "lost" in row["verdict"] or row["verdict"] == "violated"
@@ -145,7 +156,7 @@ def audit_examples(audit: Audit, vanilla: str, certified: str, radius: float, co
     def caption(attack: tuple[str, float], i: int) -> str:
         lines = []
         for name in (vanilla, certified):
-            names = list(audit.sets[name, *attack][torch.tensor([i])])[0]
+            names = next(iter(audit.sets[name, *attack][torch.tensor([i])]))
             lines.append(f"{name}:\n{{{', '.join(map(str, names)) if len(names) <= 4 else f'{len(names)} labels'}}}")
         return "\n".join(lines)
 
@@ -154,4 +165,6 @@ def audit_examples(audit: Audit, vanilla: str, certified: str, radius: float, co
     captions = [(caption(("none", 0.0), int(i)), caption(("softmax", radius), int(i))) for i in chosen]
     figure = plots.examples(audit.images[chosen], audit.attacked[keys[0]][chosen], captions, titles)
     text = f"Images on which {vanilla} lost the true label under its attack while {certified} kept it under its own."
-    return Section("Before and after", text, figures=[Figure(plots.svg(figure), "Clean above, attacked below, sets underneath.")])
+    return Section(
+        "Before and after", text, figures=[Figure(plots.svg(figure), "Clean above, attacked below, sets underneath.")]
+    )

@@ -89,7 +89,7 @@ def raps(
     _, order, first = _ranked(logits)
     rank = torch.empty_like(first).scatter_(-1, order, first) + 1
     excess = (rank - k_reg).clamp_min(0).to(logits.dtype)
-    return (aps(logits, u) + penalty * excess) / (1 + penalty * max(classes - k_reg, 0))
+    return ((aps(logits, u) + penalty * excess) / (1 + penalty * max(classes - k_reg, 0))).clamp_max(1)
 
 
 def _last(u: Tensor | float, like: Tensor) -> Tensor:
@@ -191,7 +191,9 @@ class CustomScore(Score):
         self.name = name or getattr(function, "__name__", type(function).__name__)
         self.bounded = bounded
         parameters = inspect.signature(function).parameters.values()
-        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+        positional = [
+            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+        ]
         self.randomized = len(positional) == 2
         if len(positional) not in (1, 2):
             raise InputError(f"expected a score of (logits) or (logits, u), got {len(positional)} required arguments")

@@ -19,7 +19,11 @@ from holdfast.progress import Bar, Report
 
 Classifier = nn.Module | Callable[[Tensor], Tensor]
 
-_MODE_DEPENDENT = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+_MODE_DEPENDENT = (
+    nn.modules.dropout._DropoutNd,
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+)
 
 
 @contextlib.contextmanager
@@ -103,7 +107,9 @@ class Smoother:
             raise InputError(f"expected a batch size of at least 1, got {batch_size}")
         self.model, self.sigma, self.batch_size = model, float(sigma), batch_size
         first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-        self.device = torch.device(device) if device is not None else first.device if first is not None else torch.device("cpu")
+        self.device = (
+            torch.device(device) if device is not None else first.device if first is not None else torch.device("cpu")
+        )
         self.autocast, self.channels_last, self.compile, self.progress = autocast, channels_last, compile, progress
         self._forward: Callable[[Tensor], Tensor] = torch.compile(model) if compile else model  # type: ignore[assignment]
 

@@ -48,7 +48,9 @@ def cifar(name: str, folder: str | Path, part: str = "test") -> Labelled:
     classes = 10 if name == "cifar10" else 100
     labels = torch.from_numpy(data[:, label_bytes - 1].astype(np.int64))
     if int(labels.max()) >= classes:
-        raise InputError(f"{folder} holds a label {int(labels.max())}, {name} has {classes} classes; is it the other CIFAR?")
+        raise InputError(
+            f"{folder} holds a label {int(labels.max())}, {name} has {classes} classes; is it the other CIFAR?"
+        )
     images = torch.from_numpy(data[:, label_bytes:]).reshape(-1, 3, 32, 32).float() / 255
     return Labelled(name, images, labels, _names(name, folder))
 

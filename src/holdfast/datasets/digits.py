@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from holdfast.datasets.base import Labelled
@@ -20,7 +22,7 @@ def digits() -> Labelled:
         from sklearn.datasets import load_digits
     except ImportError:
         raise InputError("the digits come with scikit-learn: pip install 'holdfast[demo]'") from None
-    raw = load_digits()
+    raw: Any = load_digits()
     names = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
     images = torch.tensor(raw.images, dtype=torch.float32)[:, None] / 16
     return Labelled("digits", images, torch.tensor(raw.target).long(), names)

@@ -1,6 +1,6 @@
 """Attack every method on CIFAR-10 with SmoothAdv and with attacks on the methods' own rules; rows into a results file.
 
-    python -m holdfast.experiments.attack_cifar --data DIR --weights FILE --out results/attack-cifar10.json
+python -m holdfast.experiments.attack_cifar --data DIR --weights FILE --out results/attack-cifar10.json
 """
 
 from __future__ import annotations
@@ -64,7 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for key, value in vars(options).items()
         if key not in ("data", "weights", "out", "device")
     )
-    config = {**vars(options), "data": "cifar10", "weights": Path(options.weights).name, "splits": 1, "holdout": 500, "calibration": 4750}
+    config = {
+        **{key: value for key, value in vars(options).items() if key != "out"},
+        "data": "cifar10",
+        "weights": Path(options.weights).name,
+        "splits": 1,
+        "holdout": 500,
+        "calibration": 4750,
+    }
     write_results(Path(options.out), rows, manifest(command, config, time.monotonic() - start))
 
 
@@ -81,7 +88,9 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     for score in ("hps", "aps"):
         if not "vanilla CP".startswith(tuple(options.only)):
             continue
-        predictors[f"vanilla CP {score.upper()}"] = calibrate(clean, calibration.pair, method="cp", score=score, draws=1, **shared)
+        predictors[f"vanilla CP {score.upper()}"] = calibrate(
+            clean, calibration.pair, method="cp", score=score, draws=1, **shared
+        )
     for name, method, score, transform, draws, cal_draws in ENTRIES:
         if not name.startswith(tuple(options.only)):
             continue
@@ -91,7 +100,12 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         )  # fmt: skip
         print(f"calibrated {name}", flush=True)
     report = audit(
-        predictors, test.pair, attacks=options.attacks, steps=options.steps, draws=options.attack_draws, seed=options.seed + 2
+        predictors,
+        test.pair,
+        attacks=options.attacks,
+        steps=options.steps,
+        draws=options.attack_draws,
+        seed=options.seed + 2,
     )
     print(report)
     return [{**row.__dict__, "paper_attacked_coverage": PAPER.get(row.name)} for row in report.rows]

@@ -121,9 +121,7 @@ def _run(seed: int, say: Callable[[str], None]) -> DemoResult:
     reference = predictors["exact, 16 draws"]
     scores = _densities(reference, holdout)
     accuracy = _noisy_accuracy(reference, test, seed)
-    return DemoResult(
-        data, model, accuracy, predictors, clean, curves, report, scores, time.monotonic() - start, seed
-    )
+    return DemoResult(data, model, accuracy, predictors, clean, curves, report, scores, time.monotonic() - start, seed)
 
 
 def _noisy_accuracy(predictor: Predictor, test: Labelled, seed: int) -> float:

@@ -38,7 +38,9 @@ def write_report(result: DemoResult, folder: Path) -> Path:
         Section(
             "What robustness costs",
             "Mean set size on clean test images as the promised radius grows.",
-            figures=[Figure(plots.svg(plots.size_curves(result.curves, 10, certified)), "Mean set size against epsilon.")],
+            figures=[
+                Figure(plots.svg(plots.size_curves(result.curves, 10, certified)), "Mean set size against epsilon.")
+            ],
             note=f"Radii {', '.join(f'{r:g}' for r in sorted(RADII))}; each predictor answers for all of them from one pass.",
         )
     )

@@ -21,10 +21,11 @@ class Plan:
     method: str
     draws: int
     calibration_draws: int
-    rule: str
+    c: int | None
+    kappa: int | None
     level: float | None
     estimated_size: float | None
-    note: str = ""
+    rule: str
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,28 +53,26 @@ def make_plan(
     holdout = holdout or reference_holdout(draws=cal)
     classes = holdout.draws.values.shape[1]
     plans = []
-    for setting in (Setting(alpha, epsilon, sigma, draws, n, classes), Setting(alpha, epsilon, sigma, draws, n, classes, cal)):
-        rule = Exact.fit(setting, holdout)
+    for calibration in dict.fromkeys((draws, cal)):
+        rule = Exact.fit(Setting(alpha, epsilon, sigma, draws, n, classes, calibration), holdout)
         rule.guarantee()
-        name = f"at most {rule.kappa} of {draws} above t; t: {rule.c + 1}-th largest of {rule.calibration_draws}"
-        plans.append(Plan("exact", draws, rule.calibration_draws, name, rule.level, rule.estimated_size(holdout)))
-        if setting.cal_draws == cal == draws:
-            break
-    asymmetric = ExactAsymmetric.fit(Setting(alpha, epsilon, sigma, draws, n, classes, cal), holdout)
-    plans.append(
-        Plan(
-            "exact_asymmetric", draws, cal, f"at most {asymmetric.kappa} of {draws} above t; t: risk control with g", None,
-            asymmetric.estimated_size(holdout), f"g rises from {asymmetric.g[0]:.4f} to {asymmetric.g[-1]:.3f}",
-        )
-    )  # fmt: skip
+        words = f"at most {rule.kappa} of {draws} draws above t, the quantile of the draw ranked {rule.c + 1} of {calibration}"
+        size = rule.estimated_size(holdout)
+        plans.append(Plan("exact", draws, calibration, rule.c, rule.kappa, rule.level, size, words))
+    majorant = ExactAsymmetric.fit(Setting(alpha, epsilon, sigma, draws, n, classes, cal), holdout)
+    words = (
+        f"at most {majorant.kappa} of {draws} draws above t, by risk control; g rises from {majorant.g[0]:.4f} "
+        f"to {majorant.g[-1]:.3f}"
+    )
+    size = majorant.estimated_size(holdout)
+    plans.append(Plan("exact_asymmetric", draws, cal, None, majorant.kappa, None, size, words))
     one = RCP1(Setting(alpha, epsilon, sigma, 1, n, classes, 1))
-    plans.append(Plan("rcp1", 1, 1, "the one draw is at most t", one.level, one.estimated_size(holdout)))
+    plans.append(Plan("rcp1", 1, 1, 0, 0, one.level, one.estimated_size(holdout), "the one draw is at most t"))
     radius = hoeffding(draws, beta)
     # Non-trivial only if shift(tau + b, r) + b < 1 for the calibrated tau.
-    most = float(gaussian_shift(max(1 - radius, 0.0), -epsilon / sigma)) - radius if radius < 1 else 0.0
-    note = (
-        f"pays 2 beta = {2 * beta:g} of alpha and {radius:.3f} on each side of the mean; "
-        + (f"the full label set unless tau < {most:.3f}" if most > 0 else "always the full label set")
-    )  # fmt: skip
-    plans.append(Plan("rscp_plus_hoeffding", draws, draws, "mean score against a shifted tau", alpha - 2 * beta, None, note))
+    most = float(gaussian_shift(1 - radius, -epsilon / sigma)) - radius if radius < 1 else 0.0
+    words = f"pays 2 beta = {2 * beta:g} of alpha and {radius:.3f} on each side of the mean score; " + (
+        f"the full label set unless tau < {most:.3f}" if most > 0 else "always the full label set"
+    )
+    plans.append(Plan("rscp_plus_hoeffding", draws, draws, None, None, alpha - 2 * beta, None, words))
     return plans

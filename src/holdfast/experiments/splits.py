@@ -139,7 +139,9 @@ class _Scored:
 class _Runner:
     """One method on one kind of scores: fitted, then judged split by split on statistics computed once for all images."""
 
-    def __init__(self, method: type[Method], transform: str, scored: _Scored, setting: Callable[[int], Setting]) -> None:
+    def __init__(
+        self, method: type[Method], transform: str, scored: _Scored, setting: Callable[[int], Setting]
+    ) -> None:
         self.method, self.transform, self.scored, self.setting = method, transform, scored, setting
         self.kind = "ptt" if transform == "ptt" else "order" if method.compares_only else "plain"
         self.results: list[tuple[float, float, bool]] = []
@@ -203,7 +205,7 @@ def evaluate_methods(
     logits, labels = check_logits(logits, labels)
     n, available, classes = logits.shape
     draws = available if draws is None else draws
-    for asked in (draws, calibration_draws or 1):
+    for asked in (draws, draws if calibration_draws is None else calibration_draws):
         if not 1 <= asked <= available:
             raise InputError(f"asked for {asked} draws, the file has {available}; ask for 1 to {available}")
     kind = get_score(score)

@@ -12,7 +12,18 @@ from holdfast.methods.rscp import RSCP, RSCPPlusBernstein, RSCPPlusHoeffding
 
 METHODS: dict[str, type[Method]] = {
     method.name: method
-    for method in (SplitCP, SmoothedCP, RSCP, RSCPPlusHoeffding, RSCPPlusBernstein, Exact, ExactAsymmetric, RCP1, BinCP, CAS)
+    for method in (
+        SplitCP,
+        SmoothedCP,
+        RSCP,
+        RSCPPlusHoeffding,
+        RSCPPlusBernstein,
+        Exact,
+        ExactAsymmetric,
+        RCP1,
+        BinCP,
+        CAS,
+    )
 }
 
 

@@ -1,13 +1,13 @@
 """The common interface: every method is a statistic of the draws and one threshold.
 
-    fit on the holdout -> calibration statistic -> threshold -> test statistic <= threshold
+fit on the holdout -> calibration statistic -> threshold -> test statistic <= threshold
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool
@@ -63,7 +63,7 @@ class Method(ABC):
     pays_beta: ClassVar[bool] = False
 
     @classmethod
-    def fit(cls, setting: Setting, holdout: Holdout | None = None) -> Self:
+    def fit(cls, setting: Setting, holdout: Holdout | None = None) -> Method:
         """Choose whatever the method may choose, on the holdout alone."""
         return cls(setting)
 
@@ -113,7 +113,7 @@ class Method(ABC):
 
     def _unit_interval(self, draws: Draws) -> Draws:
         low, high = float(draws.values.min()), float(draws.values.max())
-        if not (0 <= low and high <= 1):
+        if not (low >= 0 and high <= 1):
             raise InputError(
                 f"{self.name} expects scores in [0, 1] (its bound assumes it), got [{low:.3g}, {high:.3g}]; "
                 "use transform 'ptt', choose hps/aps/raps, or a count rule (exact, exact_asymmetric)"

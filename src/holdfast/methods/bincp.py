@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ class BinCP(Method):
     uses_holdout = True
 
     @classmethod
-    def fit(cls, setting: Setting, holdout: Holdout | None = None, eta: float = 0.001) -> Self:
+    def fit(cls, setting: Setting, holdout: Holdout | None = None, eta: float = 0.001) -> BinCP:
         if holdout is None:
             raise InputError("bincp fixes its threshold on a holdout; give one")
         pooled = holdout.true.values.flatten()

@@ -40,7 +40,9 @@ class CAS(Method):
         rank = math.floor((exact_level(self.setting.alpha) - exact_level(self.eta)) * (len(statistic) + 1))
         if rank < 1:
             return math.inf
-        p_star = 1 - float(statistic.sort(descending=True).values[rank - 1]) - hoeffding(self.calibration_draws, self._level)
+        p_star = (
+            1 - float(statistic.sort(descending=True).values[rank - 1]) - hoeffding(self.calibration_draws, self._level)
+        )
         return math.inf if p_star <= 0 else -p_star
 
     def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:

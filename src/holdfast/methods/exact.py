@@ -12,7 +12,6 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Self
 
 import numpy as np
 import torch
@@ -74,7 +73,7 @@ class Exact(CountRule):
         return hull_level(self.calibration_draws, self.c, self.test_draws, self.kappa, s.r, s.alpha, self.gamma)
 
     @classmethod
-    def fit(cls, setting: Setting, holdout: Holdout | None = None, randomize: bool = False) -> Self:
+    def fit(cls, setting: Setting, holdout: Holdout | None = None, randomize: bool = False) -> Exact:
         if holdout is None:
             raise InputError(f"{cls.name} chooses its rule on a holdout; give one")
         best = min(
@@ -107,7 +106,7 @@ class ExactAsymmetric(CountRule):
     name = "exact_asymmetric"
 
     @classmethod
-    def fit(cls, setting: Setting, holdout: Holdout | None = None, randomize: bool = False) -> Self:
+    def fit(cls, setting: Setting, holdout: Holdout | None = None, randomize: bool = False) -> ExactAsymmetric:
         if holdout is None:
             raise InputError(f"{cls.name} chooses its rule on a holdout; give one")
         best: tuple[float, int, float, ndarray] | None = None
@@ -175,7 +174,7 @@ class RCP1(Exact):
         return 1
 
     @classmethod
-    def fit(cls, setting: Setting, holdout: Holdout | None = None, randomize: bool = False) -> Self:
+    def fit(cls, setting: Setting, holdout: Holdout | None = None, randomize: bool = False) -> RCP1:
         return cls(setting)
 
     def calibration_statistic(self, true: Draws) -> Tensor:
@@ -235,7 +234,7 @@ def _smallest_threshold(setting: Setting, law: ndarray, kappa: int, gamma: float
 
     def solve(at: int, refine: bool) -> tuple[ndarray, bool]:
         g, cost = majorant(law[at], setting.draws, kappa, setting.r, gamma, refine=refine)
-        return g, (setting.n * cost + g[-1]) / (setting.n + 1) <= setting.alpha
+        return g, bool((setting.n * cost + g[-1]) / (setting.n + 1) <= setting.alpha)
 
     low, high = 0, len(law) - 1
     while low < high:

@@ -23,11 +23,17 @@ def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
     if not path.is_file():
         raise InputError(f"no weights at {path}")
     try:
-        state: Any = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
+        state: Any = (
+            load_file(path)
+            if path.suffix == ".safetensors"
+            else torch.load(path, map_location="cpu", weights_only=True)
+        )
     except (SafetensorError, OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
         raise InputError(f"{path} is not a readable checkpoint ({str(error).splitlines()[0]})") from None
     except Exception as error:  # a pickle that asks for more than tensors
-        raise InputError(f"{path} holds more than tensors and is refused; save its state dict as safetensors ({type(error).__name__})") from None
+        raise InputError(
+            f"{path} holds more than tensors and is refused; save its state dict as safetensors ({type(error).__name__})"
+        ) from None
     if isinstance(state, dict) and "state_dict" in state:
         state = state["state_dict"]
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
