@@ -28,10 +28,6 @@ err = Console(stderr=True)
 # Where nobody watches (a pipe, a log) a table is as wide as it needs to be.
 out = Console() if sys.stdout.isatty() else Console(width=140)
 
-MethodName = Literal[
-    "cp", "cp_smoothed", "rscp", "rscp_plus_hoeffding", "rscp_plus_bernstein", "exact", "exact_asymmetric", "rcp1", "bincp",
-    "cas", "all",
-]  # fmt: skip
 ScoreName = Literal["hps", "aps", "raps"]
 TransformName = Literal["none", "ptt", "both"]
 
@@ -162,7 +158,7 @@ def evaluate(
     alpha: Alpha = 0.1,
     beta: Annotated[float, typer.Option(help="Monte Carlo budget of RSCP+.")] = 0.001,
     score: Annotated[ScoreName, typer.Option(help="Non-conformity score.")] = "hps",
-    method: Annotated[list[MethodName] | None, typer.Option(help="Repeat for several; all by default.")] = None,
+    method: Annotated[list[str] | None, typer.Option(help=f"One or several of {', '.join(METHODS)}, or all.")] = None,
     transform: Annotated[
         TransformName, typer.Option(help="PTT cannot help methods that only compare scores.")
     ] = "both",
@@ -211,11 +207,82 @@ def evaluate(
     )  # fmt: skip
 
 
+@app.command()
+def audit(
+    model: Annotated[
+        str, typer.Option(help="`small-cnn`, `cifar-resnet20/56/110`, or `package.module:function`.")
+    ] = "small-cnn",
+    weights: Annotated[
+        Path | None, typer.Option(help="Checkpoint of a built-in model (safetensors, or torch weights).")
+    ] = None,
+    data: Annotated[
+        str, typer.Option(help="`digits`, `cifar10`, `cifar100`, or a file with `images` and `labels`.")
+    ] = "digits",
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the official CIFAR files.")] = None,
+    predictor: Annotated[
+        Path | None, typer.Option(help="Audit this saved predictor too; all data then serve as test points.")
+    ] = None,
+    sigma: Sigma = 0.5,
+    epsilon: Epsilon = 0.5,
+    alpha: Alpha = 0.1,
+    method: Annotated[list[str] | None, typer.Option(help="Methods to calibrate and attack side by side.")] = None,
+    score: Annotated[ScoreName, typer.Option(help="Non-conformity score.")] = "hps",
+    draws: Annotated[int, typer.Option(help="Draws per query of the exact certificates.")] = 16,
+    mean_draws: Annotated[int, typer.Option(help="Draws per query of methods that average scores.")] = 256,
+    images: Annotated[int, typer.Option(help="Test images to attack.")] = 250,
+    radius: Annotated[
+        list[float] | None, typer.Option(help="Attack radii, repeat for a curve; epsilon by default.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Gradient steps.")] = 20,
+    attack_draws: Annotated[int, typer.Option(help="Noise draws inside the attacker's gradient.")] = 32,
+    restarts: Annotated[int, typer.Option(help="Attack restarts; all but the first start at random.")] = 1,
+    clip: Annotated[bool, typer.Option(help="Keep attacked pixels in [0, 1].")] = False,
+    folder: Annotated[Path | None, typer.Option("--out", help="Write an HTML report and JSON there.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the model's own by default.")] = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Attack predictors and compare what they promise with what is observed.
+
+    Calibrates the methods side by side on part of the data and attacks them all on the rest, with SmoothAdv and with an
+    attack on each method's own rule. With no options it trains a small network on digits and audits that.
+    """
+    from holdfast.experiments.side_by_side import AuditRequest, run_audit, write_audit
+
+    request = AuditRequest(
+        model=model, weights=weights, data=data, data_dir=data_dir, predictor=predictor, sigma=sigma, epsilon=epsilon,
+        alpha=alpha, methods=tuple(method or ("cp", "rscp", "rscp_plus_hoeffding", "rcp1", "auto")), score=score, draws=draws,
+        mean_draws=mean_draws, images=images, radii=tuple(radius or (epsilon,)), steps=steps, attack_draws=attack_draws,
+        restarts=restarts, clip=clip, device=device, seed=seed,
+    )  # fmt: skip
+    with err.status("starting") as status:
+        result = run_audit(request, say=lambda text: status.update(text) if err.is_terminal else err.print(text))
+    page = write_audit(request, result, folder) if folder else None
+    if as_json:
+        print_json({**result.to_dict(), "report": str(page) if page else None})
+        return
+    print_table(
+        f"Audit: alpha {alpha:g}, epsilon {epsilon:g}, {len(result.images)} images",
+        ["predictor", "certified", "draws", "attack", "radius", "coverage", "size", "p-value", "verdict"],
+        [
+            [
+                row.name, "yes" if row.certified else "no", str(row.draws), row.attack, f"{row.radius:g}",
+                f"{row.coverage['mean']:.3f} [{row.coverage['low']:.3f}, {row.coverage['high']:.3f}]", f"{row.size:.2f}",
+                f"{row.p_value:.2g}", row.verdict,
+            ]
+            for row in result.rows
+        ],
+        "p-value: chance of covering this few or fewer if the promise held (beta-binomial); violated below 0.001",
+    )  # fmt: skip
+    if page:
+        out.print(f"report  {page}", highlight=False, soft_wrap=True)
+
+
 def _repeat_method(arguments: Sequence[str]) -> list[str]:
     """Let ``--method a b`` mean ``--method a --method b``."""
     spelled: list[str] = []
     for word in arguments:
-        if word in (*METHODS, "all") and len(spelled) >= 2 and spelled[-2] == "--method":
+        if word in (*METHODS, "all", "auto") and len(spelled) >= 2 and spelled[-2] == "--method":
             spelled.append("--method")
         spelled.append(word)
     return spelled

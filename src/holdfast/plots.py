@@ -56,6 +56,21 @@ def size_curves(
     return figure
 
 
+def coverage_curves(
+    curves: Mapping[str, Sequence[tuple[float, float]]], alpha: float, certified: Mapping[str, bool]
+) -> Any:
+    """Attacked coverage against the attack radius, one line per method."""
+    plt = _pyplot()
+    figure, axis = plt.subplots(figsize=(7.2, 3.6))
+    for color, (name, points) in zip(COLORS * 3, curves.items(), strict=False):
+        x, y = zip(*points, strict=True)
+        axis.plot(x, y, marker="o", ms=4, color=color, ls="-" if certified[name] else "--", label=name)
+    axis.axhline(1 - alpha, color="#222", lw=1, ls=":")
+    axis.set(xlabel="attack radius (L2)", ylabel="coverage", ylim=(None, 1.01))
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), title="solid: certified", title_fontsize=8)
+    return figure
+
+
 def score_densities(before: Tensor, after: Tensor, alpha: float) -> Any:
     """True-label scores under noise, before and after PTT, with the quantile that the threshold comes from."""
     plt = _pyplot()

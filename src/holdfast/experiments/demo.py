@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from holdfast.audit import Audit, audit
 from holdfast.calibration import calibrate
 from holdfast.datasets import Labelled, digits
+from holdfast.experiments.side_by_side import summary_rows
 from holdfast.metrics import Evaluation
 from holdfast.models import SmallCNN
 from holdfast.noise import Stream
@@ -64,19 +65,10 @@ class DemoResult:
 
     def rows(self) -> list[dict[str, Any]]:
         """One dictionary per method: what the table prints."""
-        rows = []
-        for name, predictor in self.predictors.items():
-            guarantee, measured = predictor.guarantee, self.clean[name]
-            under = [row for row in self.audit.rows if row.name == name and row.attack != "none"]
-            worst = min(under, key=lambda row: row.coverage["mean"])
-            rows.append(
-                {
-                    "name": name, "method": guarantee.method, "transform": guarantee.transform,
-                    "certified": guarantee.certified, "draws": guarantee.draws, "coverage": measured.coverage.__dict__,
-                    "size": measured.size, "full": measured.full, "attacked_coverage": worst.coverage,
-                    "attacked_size": worst.size, "attack": worst.attack, "p_value": worst.p_value, "verdict": worst.verdict,
-                }
-            )  # fmt: skip
+        rows = summary_rows(self.audit, EPSILON)
+        for row in rows:  # clean numbers from all test points, not only those attacked
+            measured = self.clean[row["name"]]
+            row.update(coverage=measured.coverage.__dict__, size=measured.size, full=measured.full)
         return rows
 
     def to_dict(self) -> dict[str, Any]:

@@ -39,4 +39,7 @@ def get_method(name: str) -> type[Method]:
     return METHODS[name]
 
 
-__all__ = ["METHODS", "Method", "Setting", "get_method", *(method.__name__ for method in METHODS.values())]
+__all__ = [
+    "CAS", "METHODS", "RCP1", "RSCP", "BinCP", "Exact", "ExactAsymmetric", "Method", "RSCPPlusBernstein",
+    "RSCPPlusHoeffding", "Setting", "SmoothedCP", "SplitCP", "get_method",
+]  # fmt: skip

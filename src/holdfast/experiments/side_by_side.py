@@ -1,0 +1,166 @@
+"""``holdfast audit``: calibrate methods side by side on part of the data, attack them all on the rest."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.artifact import load, write_atomically
+from holdfast.audit import Audit
+from holdfast.audit import audit as attack_predictors
+from holdfast.calibration import calibrate
+from holdfast.datasets import Labelled
+from holdfast.errors import InputError
+from holdfast.experiments.manifest import manifest
+from holdfast.methods import get_method
+from holdfast.predictor import Predictor
+from holdfast.smoothing import Classifier
+from holdfast.specs import load_data, load_model
+from holdfast.training import fit_under_noise
+
+
+@dataclass(frozen=True)
+class AuditRequest:
+    """Everything ``holdfast audit`` was asked."""
+
+    model: str = "small-cnn"
+    weights: Path | None = None
+    data: str = "digits"
+    data_dir: Path | None = None
+    predictor: Path | None = None
+    sigma: float = 0.5
+    epsilon: float = 0.5
+    alpha: float = 0.1
+    methods: tuple[str, ...] = ("cp", "rscp", "rscp_plus_hoeffding", "rcp1", "auto")
+    score: str = "hps"
+    draws: int = 16
+    mean_draws: int = 256
+    images: int = 250
+    radii: tuple[float, ...] = (0.5,)
+    steps: int = 20
+    attack_draws: int = 32
+    restarts: int = 1
+    clip: bool = False
+    device: str | None = None
+    seed: int = 0
+
+
+def run_audit(request: AuditRequest, say: Callable[[str], None] = print) -> Audit:
+    """Calibrate and attack; ``say`` is told what happens."""
+    data = load_data(request.data, request.data_dir)
+    model = load_model(request.model, request.weights, len(data.class_names), request.device)
+    if request.model == "small-cnn" and request.weights is None:
+        model, data = _trained(request, data, say)
+    if request.predictor is not None:
+        predictors = {request.predictor.stem: load(request.predictor, model)}
+        test = data
+    else:
+        predictors, test = _calibrated(request, model, data, say)
+    test = test[: request.images]
+    say(f"attacking {len(test)} images, {request.steps} steps, {request.attack_draws} draws")
+    return attack_predictors(
+        predictors, test.pair, radii=request.radii, steps=request.steps, draws=request.attack_draws, restarts=request.restarts,
+        clip=(0.0, 1.0) if request.clip else None, seed=request.seed + 2, progress=False,
+    )  # fmt: skip
+
+
+def _trained(request: AuditRequest, data: Labelled, say: Callable[[str], None]) -> tuple[nn.Module, Labelled]:
+    """A small CNN trained on two fifths of the data, and the data it has not seen."""
+    if data.images.shape[1] != 1:
+        raise InputError("small-cnn without weights is trained on the spot, on images of one channel; give a model")
+    train, rest = data.split(2 * len(data) // 5, -1, seed=request.seed)
+    say(f"training a small CNN on {len(train)} images under noise of sigma {request.sigma:g}")
+    torch.manual_seed(request.seed)
+    model = load_model("small-cnn", None, len(data.class_names), request.device)
+    assert isinstance(model, nn.Module)
+    return fit_under_noise(model, *train.pair, request.sigma, epochs=60, seed=request.seed, progress=False), rest
+
+
+def _calibrated(
+    request: AuditRequest, model: Classifier, data: Labelled, say: Callable[[str], None]
+) -> tuple[dict[str, Predictor], Labelled]:
+    holdout, calibration, test = data.split(min(500, len(data) // 10), len(data) * 9 // 20, -1, seed=request.seed)
+    predictors = {}
+    for name in request.methods:
+        method = None if name == "auto" else get_method(name)
+        clean = name == "cp"
+        draws = 1 if clean else request.draws if method is None or method.compares_only else request.mean_draws
+        say(f"calibrating {name} ({draws} draws)")
+        predictor = calibrate(
+            model, calibration.pair, alpha=request.alpha, epsilon=request.epsilon, sigma=0.0 if clean else request.sigma,
+            method=name, score=request.score, draws=draws, holdout=None if name in ("cp", "rcp1") else holdout.pair,
+            class_names=data.class_names, seed=request.seed + 1, device=request.device,
+        )  # fmt: skip
+        predictors[f"{predictor.guarantee.method} ({predictor.draws})"] = predictor
+    return predictors, test
+
+
+def summary_rows(audit: Audit, radius: float) -> list[dict[str, Any]]:
+    """One dictionary per predictor, with the worse of the attacks at one radius."""
+    rows = []
+    for name in dict.fromkeys(row.name for row in audit.rows):
+        clean = next(row for row in audit.rows if row.name == name and row.attack == "none")
+        worst = min(
+            (row for row in audit.rows if row.name == name and row.attack != "none" and row.radius == radius),
+            key=lambda row: row.coverage["mean"],
+        )
+        rows.append(
+            {
+                "name": name, "method": clean.method, "transform": clean.transform, "certified": clean.certified,
+                "draws": clean.draws, "coverage": clean.coverage, "size": clean.size, "attack": worst.attack,
+                "attacked_coverage": worst.coverage, "attacked_size": worst.size, "p_value": worst.p_value,
+                "verdict": worst.verdict,
+            }
+        )  # fmt: skip
+    return rows
+
+
+def write_audit(request: AuditRequest, audit: Audit, folder: Path) -> Path:
+    """``audit.html`` and ``audit.json``; returns the page."""
+    from holdfast import plots
+    from holdfast.report import Figure, Page, Section, audit_examples, audit_section, hardware, methods_table
+
+    radius = max(request.radii)
+    rows = summary_rows(audit, radius)
+    page = Page(
+        "Audit: promises under attack",
+        f"{request.data}, {len(audit.images)} attacked images, {request.steps} L2 steps, {request.attack_draws} attacker draws, "
+        f"seed {request.seed}, {hardware()}",
+    )
+    figures = [
+        Figure(plots.svg(plots.clean_and_attacked(rows, request.alpha)), f"Clean and attacked within L2 {radius:g}.")
+    ]
+    if len(request.radii) > 1:
+        curves = {
+            row["name"]: sorted(
+                (r, min(a.coverage["mean"] for a in audit.rows if a.name == row["name"] and a.radius == r))
+                for r in {a.radius for a in audit.rows if a.name == row["name"]}
+            )
+            for row in rows
+        }
+        certified = {row["name"]: row["certified"] for row in rows}
+        figures.append(
+            Figure(plots.svg(plots.coverage_curves(curves, request.alpha, certified)), "Coverage by attack radius.")
+        )
+    page.sections.append(Section("Clean and attacked", "", methods_table(rows), figures))
+    page.sections.append(audit_section(audit))
+    weakest = min(rows, key=lambda row: row["attacked_coverage"]["mean"])["name"]
+    kept = [row["name"] for row in rows if row["certified"]]
+    shown = audit_examples(audit, weakest, kept[-1], radius) if kept and kept[-1] != weakest else None
+    if shown:
+        page.sections.append(shown)
+    facts = manifest(
+        "holdfast audit",
+        {k: str(v) if isinstance(v, Path) else v for k, v in asdict(request).items()},
+        time.process_time(),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "audit.json", json.dumps({**audit.to_dict(), "manifest": facts}, indent=1).encode())
+    return page.write(folder / "audit.html")

@@ -1,0 +1,74 @@
+"""Models and data named on a command line."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.datasets import Labelled, cifar, digits
+from holdfast.errors import InputError
+from holdfast.logits_file import read_arrays
+from holdfast.metrics import check_labels
+from holdfast.models import CifarResNet, SmallCNN, load_weights
+from holdfast.smoothing import Classifier
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "small-cnn": lambda classes: SmallCNN(classes=classes),
+    "cifar-resnet20": lambda classes: CifarResNet(20, classes),
+    "cifar-resnet56": lambda classes: CifarResNet(56, classes),
+    "cifar-resnet110": lambda classes: CifarResNet(110, classes),
+}
+
+
+def load_model(
+    spec: str, weights: str | Path | None = None, classes: int = 10, device: str | None = None
+) -> Classifier:
+    """A model by name (with weights), or ``package.module:function``: a function without arguments that returns one.
+
+    Example:
+        >>> type(load_model("torch.nn:Identity")).__name__
+        'Identity'
+    """
+    if spec in MODELS:
+        model = MODELS[spec](classes)
+        model = load_weights(model, weights) if weights is not None else model
+        return model.to(device) if device else model
+    match = re.fullmatch(r"([\w.]+):(\w+)", spec)
+    if not match:
+        raise InputError(f"expected a model among {', '.join(MODELS)} or package.module:function, got {spec!r}")
+    if weights is not None:
+        raise InputError("weights are for built-in models; let your function load its own")
+    try:
+        factory = getattr(importlib.import_module(match[1]), match[2])
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"cannot find {spec!r}: {error}; is it on PYTHONPATH?") from None
+    made: Any = factory()
+    if not callable(made):
+        raise InputError(f"{spec} must return a model, a callable images -> logits; it returned {type(made).__name__}")
+    return made.to(device) if device and isinstance(made, nn.Module) else made
+
+
+def load_data(spec: str, folder: str | Path | None = None) -> Labelled:
+    """Data by name, or a safetensors or npz file with ``images`` [n, c, h, w] in [0, 1] and ``labels`` [n]."""
+    if spec == "digits":
+        return digits()
+    if spec in ("cifar10", "cifar100"):
+        if folder is None:
+            raise InputError(f"{spec} needs the folder of its official files: --data-dir DIR")
+        return cifar(spec, folder, "test")
+    if Path(spec).suffix not in (".npz", ".safetensors"):
+        raise InputError(f"expected digits, cifar10, cifar100 or a .npz or .safetensors file, got {spec!r}")
+    images, labels = read_arrays(spec, "images", "labels")
+    if images.ndim != 4:
+        raise InputError(f"expected images [n, channels, height, width], got shape {tuple(images.shape)}")
+    if not images.is_floating_point():
+        raise InputError(f"expected float images in [0, 1], got {images.dtype}; divide by 255 and save again")
+    classes = int(torch.as_tensor(labels).max()) + 1 if len(labels) else 0
+    labels = check_labels(labels, len(images), max(classes, 1))
+    return Labelled(Path(spec).stem, images.float(), labels, tuple(f"class {k}" for k in range(classes)))
