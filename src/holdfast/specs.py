@@ -6,7 +6,7 @@ import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -51,7 +51,7 @@ def load_model(
     made: Any = factory()
     if not callable(made):
         raise InputError(f"{spec} must return a model, a callable images -> logits; it returned {type(made).__name__}")
-    return made.to(device) if device and isinstance(made, nn.Module) else made
+    return cast(Classifier, made.to(device) if device and isinstance(made, nn.Module) else made)
 
 
 def load_data(spec: str, folder: str | Path | None = None) -> Labelled:

@@ -127,7 +127,7 @@ def write_audit(request: AuditRequest, audit: Audit, folder: Path) -> Path:
     from holdfast import plots
     from holdfast.report import Figure, Page, Section, audit_examples, audit_section, hardware, methods_table
 
-    radius = max(request.radii)
+    radius = request.epsilon if request.epsilon in request.radii else max(request.radii)
     rows = summary_rows(audit, radius)
     page = Page(
         "Audit: promises under attack",
