@@ -6,6 +6,7 @@ sets = predictor.predict(new_images)
 
 from holdfast import bounds, scores, transforms
 from holdfast.artifact import load
+from holdfast.audit import Audit, audit
 from holdfast.calibration import calibrate, conformalize
 from holdfast.conformal import Guarantee, conformal_quantile
 from holdfast.draws import Draws
@@ -22,7 +23,31 @@ from holdfast.transforms import PTT
 __version__ = "0.1.0"
 
 __all__ = [
-    "APS", "HPS", "METHODS", "PTT", "RAPS", "CustomScore", "Draws", "Evaluation", "Guarantee", "HoldfastWarning",
-    "InputError", "PredictionSets", "Predictor", "Score", "Smoother", "Stream", "bounds", "calibrate",
-    "conformal_quantile", "conformalize", "evaluate", "fingerprint", "load", "scores", "transforms",
+    "APS",
+    "HPS",
+    "METHODS",
+    "PTT",
+    "RAPS",
+    "Audit",
+    "CustomScore",
+    "Draws",
+    "Evaluation",
+    "Guarantee",
+    "HoldfastWarning",
+    "InputError",
+    "PredictionSets",
+    "Predictor",
+    "Score",
+    "Smoother",
+    "Stream",
+    "audit",
+    "bounds",
+    "calibrate",
+    "conformal_quantile",
+    "conformalize",
+    "evaluate",
+    "fingerprint",
+    "load",
+    "scores",
+    "transforms",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -168,15 +169,18 @@ def evaluate(
     holdout: Annotated[int, typer.Option(help="Points set aside for tuning and PTT.")] = 500,
     redraw_holdout: Annotated[bool, typer.Option("--redraw-holdout", help="A new holdout for every split.")] = False,
     seed: Seed = 0,
+    save: Annotated[Path | None, typer.Option("--out", help="Also write rows and manifest to this JSON file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Any methods on precomputed noisy logits, over random splits. No network needed, so any framework will do.
 
     `logits[i, j]` are the outputs for image i plus the j-th noise vector, noise independent across images and draws.
     """
+    from holdfast.experiments.manifest import manifest, write_results
     from holdfast.experiments.splits import evaluate_methods
     from holdfast.logits_file import read_arrays
 
+    start = time.monotonic()
     values, labels = read_arrays(logits, "logits", "labels")
     names = list(method or ["all"])
     names = list(METHODS) if "all" in names else names
@@ -189,6 +193,10 @@ def evaluate(
             redraw_holdout=redraw_holdout, seed=seed,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )  # fmt: skip
+    if save:
+        config = {"logits": logits.name, "images": len(values), "splits": splits, "holdout": holdout, "seed": seed}
+        command = "holdfast evaluate " + " ".join(sys.argv[2:])
+        write_results(save, [row.to_dict() for row in rows], manifest(command, config, time.monotonic() - start))
     if as_json:
         print_json({"rows": [row.to_dict() for row in rows]})
         return

@@ -1,0 +1,28 @@
+"""Noisy logits from any framework, evaluated without a network: the file format is two arrays."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from holdfast.cli import main
+from holdfast.datasets import digits
+from holdfast.models import SmallCNN
+from holdfast.noise import Stream, fresh_seed
+from holdfast.smoothing import Smoother
+from holdfast.training import fit_under_noise
+
+torch.manual_seed(0)
+train, rest = digits().split(800, -1)
+model = fit_under_noise(SmallCNN(), *train.pair, sigma=0.25)
+
+# Here holdfast draws the noise; any code will do that adds independent N(0, sigma^2) noise per image and draw.
+logits = Smoother(model, sigma=0.25).logits(rest.images, draws=16, stream=Stream(fresh_seed(), "test"))
+
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder) / "logits.safetensors"
+    save_file({"logits": logits.half(), "labels": rest.labels}, path)
+    raise SystemExit(
+        main(["evaluate", str(path), "--sigma", "0.25", "--epsilon", "0.125", "--holdout", "100", "--splits", "10"])
+    )
