@@ -195,7 +195,7 @@ def evaluate(
         )  # fmt: skip
     if save:
         config = {"logits": logits.name, "images": len(values), "splits": splits, "holdout": holdout, "seed": seed}
-        command = "holdfast evaluate " + " ".join(sys.argv[2:])
+        command = " ".join(["holdfast", *(logits.name if word == str(logits) else word for word in sys.argv[1:])])
         write_results(save, [row.to_dict() for row in rows], manifest(command, config, time.monotonic() - start))
     if as_json:
         print_json({"rows": [row.to_dict() for row in rows]})

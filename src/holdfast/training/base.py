@@ -1,0 +1,284 @@
+"""Noise training of base models: the recipe behind every CIFAR result here, with the data resident on the device.
+
+SGD with momentum, linear warm-up then cosine, crops and flips and Gaussian noise made on the device, bfloat16. On CUDA the
+whole step is one graph: a ResNet-110 has hundreds of small kernels per step, and launching them costs more than running them.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialize
+from torch import Tensor, nn
+
+from holdfast.artifact import write_atomically
+from holdfast.datasets import Labelled
+from holdfast.errors import InputError
+from holdfast.progress import Bar, Report
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a base model is trained; the defaults are those of the CIFAR models."""
+
+    sigma: float
+    epochs: int = 80
+    batch_size: int = 256
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    warmup_epochs: int = 2
+    pad: int = 4
+    flip: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sigma < 0 or self.epochs < 1 or self.batch_size < 1 or self.lr <= 0:
+            raise InputError(f"expected sigma >= 0, epochs >= 1, batch_size >= 1 and lr > 0, got {self}")
+
+    def learning_rate(self, step: int, steps_per_epoch: int) -> float:
+        """Linear warm-up, then cosine to zero.
+
+        Example:
+            >>> recipe = Recipe(0.25, epochs=10, warmup_epochs=2)
+            >>> [round(recipe.learning_rate(step, 1), 4) for step in (0, 1, 2, 6, 10)]
+            [0.05, 0.1, 0.1, 0.05, 0.0]
+        """
+        warm, total = self.warmup_epochs * steps_per_epoch, self.epochs * steps_per_epoch
+        if step < warm:
+            return self.lr * (step + 1) / warm
+        return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))
+
+
+def augment(padded: Tensor, index: Tensor, pad: int, flip: bool, generator: torch.Generator | None = None) -> Tensor:
+    """Random crops and flips of ``padded`` [n, c, h + 2 pad, w + 2 pad], uint8, as float images in channels-last memory."""
+    height, width = padded.shape[2] - 2 * pad, padded.shape[3] - 2 * pad
+    device, count = padded.device, len(index)
+    corner = torch.randint(0, 2 * pad + 1, (2, count, 1), device=device, generator=generator)
+    rows = corner[0] + torch.arange(height, device=device)
+    columns = torch.arange(width, device=device).expand(count, width)
+    if flip:
+        mirrored = torch.rand(count, 1, device=device, generator=generator) < 0.5
+        columns = torch.where(mirrored, width - 1 - columns, columns)
+    columns = corner[1] + columns
+    picked = padded[index[:, None, None], :, rows[:, :, None], columns[:, None, :]]  # [b, h, w, c]
+    return picked.permute(0, 3, 1, 2).float() / 255
+
+
+class Trainer:
+    """A model, its momentum and its data on one device; knows how to take a step and how to stop and go on."""
+
+    def __init__(self, model: nn.Module, data: Labelled, recipe: Recipe, device: torch.device | str) -> None:
+        self.device, self.recipe = torch.device(device), recipe
+        self.model = model.to(self.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        pixels = (data.images * 255).round().to(torch.uint8)
+        self.padded = nn.functional.pad(pixels, [recipe.pad] * 4).to(self.device)
+        self.labels = data.labels.to(self.device)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.velocity = [torch.zeros_like(p) for p in self.parameters]
+        self.index = torch.zeros(recipe.batch_size, dtype=torch.int64, device=self.device)
+        self.lr = torch.zeros((), device=self.device)
+        self.loss = torch.zeros((), device=self.device)
+        self.epoch = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        torch.backends.cudnn.benchmark = self.device.type == "cuda"
+        if len(data) < recipe.batch_size:
+            raise InputError(f"expected at least one batch of {recipe.batch_size} images, got {len(data)}")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.labels) // self.recipe.batch_size
+
+    def _step(self) -> None:
+        images = augment(self.padded, self.index, self.recipe.pad, self.recipe.flip)
+        images = images + self.recipe.sigma * torch.randn_like(images)
+        half = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+        with half if self.device.type == "cuda" else nullcontext():
+            loss = nn.functional.cross_entropy(self.model(images), self.labels[self.index])
+        gradients = torch.autograd.grad(loss, self.parameters)
+        with torch.no_grad():
+            gradients = torch._foreach_add(gradients, self.parameters, alpha=self.recipe.weight_decay)
+            torch._foreach_mul_(self.velocity, self.recipe.momentum)
+            torch._foreach_add_(self.velocity, gradients)
+            torch._foreach_sub_(self.parameters, torch._foreach_mul(self.velocity, self.lr))
+            self.loss.copy_(loss)
+
+    def step(self, index: Tensor, lr: float) -> None:
+        """One step of SGD on these examples."""
+        self.index.copy_(index)
+        self.lr.fill_(lr)
+        if self.device.type != "cuda":
+            self._step()
+            return
+        if self._graph is None:
+            self._capture()
+        assert self._graph is not None
+        self._graph.replay()
+
+    def _capture(self) -> None:
+        """Record one step as a CUDA graph; warm-up steps must leave no trace."""
+        kept = {name: value.clone() for name, value in self.state().items()}
+        lr = self.lr.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._step()
+        self.restore(kept)
+        self.lr.copy_(lr)
+
+    def run_epoch(self, bar: Bar | None = None) -> float:
+        """One pass over the data; its randomness depends on (seed, epoch) alone, so a resumed run takes the same steps."""
+        key = int.from_bytes(hashlib.sha256(f"{self.recipe.seed}/{self.epoch}".encode()).digest()[:6], "little")
+        torch.manual_seed(key)
+        self.model.train()
+        order = torch.randperm(len(self.labels), device=self.device)
+        total = torch.zeros((), device=self.device)
+        for step in range(self.steps_per_epoch):
+            index = order[step * self.recipe.batch_size : (step + 1) * self.recipe.batch_size]
+            self.step(index, self.recipe.learning_rate(self.epoch * self.steps_per_epoch + step, self.steps_per_epoch))
+            total += self.loss
+            if bar:
+                bar.advance()
+        self.epoch += 1
+        return float(total) / self.steps_per_epoch
+
+    def state(self) -> dict[str, Tensor]:
+        momentum = {f"velocity.{i}": value for i, value in enumerate(self.velocity)}
+        return {**{f"model.{name}": value for name, value in self.model.state_dict().items()}, **momentum}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        # Copied in place: a captured graph holds on to these very tensors.
+        own = self.state()
+        if set(own) != set(state):
+            raise InputError("the checkpoint belongs to another architecture; delete it or train elsewhere")
+        with torch.no_grad():
+            for name, value in own.items():
+                value.copy_(state[name])
+
+
+@torch.inference_mode()
+def noisy_accuracy(model: nn.Module, data: Labelled, sigma: float, device: torch.device | str, seed: int = 0) -> float:
+    """Share of images classified rightly under one noisy draw each."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    model.eval()
+    right = 0
+    for images, labels in zip(data.images.split(1000), data.labels.split(1000), strict=True):
+        noisy = images.to(device)
+        noisy = noisy + sigma * torch.randn(noisy.shape, device=device, generator=generator)
+        right += int((model(noisy).argmax(dim=1) == labels.to(device)).sum())
+    return right / len(data)
+
+
+def train_base(
+    model: nn.Module,
+    train: Labelled,
+    test: Labelled,
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    architecture: str,
+    device: torch.device | str = "cpu",
+    resume: bool = True,
+    checkpoint_seconds: float = 30.0,
+    progress: bool | Report = True,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Train under noise and write ``out`` (float16 safetensors) and its card (JSON, the same name); returns the card.
+
+    A checkpoint beside ``out`` is renewed at the end of every epoch that finds it older than ``checkpoint_seconds``, always
+    under a temporary name first. A run that was killed goes on from it and takes the steps it would have taken.
+    """
+    out = Path(out)
+    if out.suffix != ".safetensors":
+        raise InputError(f"expected an output file that ends in .safetensors, got {out.name}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint = out.with_suffix(".checkpoint.safetensors")
+    trainer = Trainer(model, train, recipe, device)
+    spent = _resume(trainer, checkpoint, recipe) if resume else 0.0
+    start = saved = time.monotonic()
+    total = recipe.epochs * trainer.steps_per_epoch
+    with Bar("training", total, progress) as bar:
+        bar.done = trainer.epoch * trainer.steps_per_epoch
+        while trainer.epoch < recipe.epochs:
+            loss = trainer.run_epoch(bar)
+            if not math.isfinite(loss):
+                raise InputError(f"the loss became {loss} in epoch {trainer.epoch}; lower lr or check the data")
+            now = time.monotonic()
+            if trainer.epoch % 5 == 0 or trainer.epoch == recipe.epochs:
+                accuracy = noisy_accuracy(trainer.model, test, recipe.sigma, trainer.device)
+                left = (now - start) / max(1, trainer.epoch) * (recipe.epochs - trainer.epoch)
+                say(
+                    f"epoch {trainer.epoch}/{recipe.epochs}  loss {loss:.3f}  noisy accuracy {accuracy:.3f}  {left:.0f} s left"
+                )
+            if now - saved >= checkpoint_seconds and trainer.epoch < recipe.epochs:
+                _save_checkpoint(trainer, checkpoint, spent + now - start)
+                saved = now
+    seconds = spent + time.monotonic() - start
+    weights = {
+        name: (value.half() if value.is_floating_point() else value).cpu().contiguous()
+        for name, value in trainer.model.state_dict().items()
+        if not name.startswith("normalize.")
+    }
+    content = serialize(weights, {"architecture": architecture, "sigma": str(recipe.sigma)})
+    # What is measured is what is stored: the float16 weights.
+    trainer.model.load_state_dict(
+        {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}, strict=False
+    )
+    card = {
+        "architecture": architecture,
+        "dataset": train.name,
+        "sigma": recipe.sigma,
+        "num_classes": len(train.class_names),
+        "recipe": asdict(recipe),
+        "dtype": "float16",
+        "top1_accuracy_one_noisy_draw_test": noisy_accuracy(trainer.model, test, recipe.sigma, trainer.device),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "seconds": round(seconds, 1),
+        "hardware": torch.cuda.get_device_name()
+        if trainer.device.type == "cuda"
+        else f"{torch.get_num_threads()} CPU threads",
+        "torch": torch.__version__,
+    }
+    write_atomically(out, content)
+    write_atomically(out.with_suffix(".json"), (json.dumps(card, indent=1) + "\n").encode())
+    checkpoint.unlink(missing_ok=True)
+    return card
+
+
+def _save_checkpoint(trainer: Trainer, path: Path, seconds: float) -> None:
+    state = {name: value.detach().cpu().contiguous() for name, value in trainer.state().items()}
+    facts = {"epoch": str(trainer.epoch), "recipe": json.dumps(asdict(trainer.recipe)), "seconds": str(seconds)}
+    write_atomically(path, serialize(state, facts))
+
+
+def _resume(trainer: Trainer, path: Path, recipe: Recipe) -> float:
+    """Restore a checkpoint if there is one; returns the seconds already spent."""
+    if not path.is_file():
+        return 0.0
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = file.metadata() or {}
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} is not a readable checkpoint ({error}); delete it to start over") from None
+    if json.loads(facts.get("recipe", "{}")) != asdict(recipe):
+        raise InputError(f"{path} belongs to another recipe; delete it to start over, or train into another file")
+    trainer.restore(state)
+    trainer.epoch = int(facts["epoch"])
+    return float(facts["seconds"])

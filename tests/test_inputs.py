@@ -1,0 +1,190 @@
+"""Whatever users bring is read once, in order, with one id per example; what cannot carry a guarantee is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from holdfast.errors import HoldfastWarning, InputError
+from holdfast.inputs import Batch, batches, check_images, in_memory, length
+
+N = 11
+IMAGES = torch.rand(N, 1, 3, 2, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(N) % 4
+
+
+class Endless(IterableDataset):
+    """A dataset without a length."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(IMAGES, LABELS)
+
+
+def in_parts(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(IMAGES.split(list(sizes)), LABELS.split(list(sizes))))
+
+
+LABELLED: dict[str, Callable[[], Any]] = {
+    "tensors": lambda: (IMAGES, LABELS),
+    "arrays": lambda: (IMAGES.numpy(), LABELS.numpy()),
+    "list-of-labels": lambda: (IMAGES, LABELS.tolist()),
+    "nested-lists": lambda: (IMAGES.tolist(), LABELS.tolist()),
+    "dataset": lambda: TensorDataset(IMAGES, LABELS),
+    "loader": lambda: DataLoader(TensorDataset(IMAGES, LABELS), batch_size=4),
+    "list-of-batches": lambda: in_parts(2, 5, 4),
+    "generator": lambda: (batch for batch in in_parts(6, 5)),
+    "endless": Endless,
+    "endless-loader": lambda: DataLoader(Endless(), batch_size=3),
+}
+UNLABELLED: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: IMAGES,
+    "array": lambda: IMAGES.numpy(),
+    "list-of-tensors": lambda: list(IMAGES.split(4)),
+    "generator-of-arrays": lambda: (part.numpy() for part in IMAGES.split(5)),
+}
+NO_LENGTH = ("generator", "endless", "endless-loader", "generator-of-arrays")
+
+
+def everything(data: Any, **options: Any) -> Batch:
+    read = list(batches(data, **options))
+    labels = None if read[0].labels is None else torch.cat([part.labels for part in read if part.labels is not None])
+    return Batch(torch.cat([part.images for part in read]), labels, torch.cat([part.ids for part in read]))
+
+
+def refused(match: str, data: Any, **options: Any) -> None:
+    """One line that says what to do."""
+    with pytest.raises(InputError, match=match) as caught:
+        list(batches(data, **options))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [1, 4, 256])
+@pytest.mark.parametrize("kind", [*LABELLED, *UNLABELLED])
+def test_every_container_gives_back_what_it_holds(kind: str, size: int) -> None:
+    """Batches put together are the data, in order, with positions as ids."""
+    read = everything({**LABELLED, **UNLABELLED}[kind](), size=size)
+    assert torch.equal(read.images, IMAGES)
+    assert torch.equal(read.ids, torch.arange(N))
+    if kind in LABELLED:
+        assert read.labels is not None
+        assert torch.equal(read.labels, LABELS)
+    else:
+        assert read.labels is None
+
+
+@pytest.mark.parametrize("kind", [*LABELLED, *UNLABELLED])
+def test_the_length_is_the_number_of_examples(kind: str) -> None:
+    """Where a length is known it is what reading finds; it decides the holdout and whether a promise is possible."""
+    assert length({**LABELLED, **UNLABELLED}[kind]()) == (None if kind in NO_LENGTH else N)
+
+
+def test_what_is_in_memory() -> None:
+    assert all(in_memory(LABELLED[kind]()) for kind in ("tensors", "arrays", "list-of-batches"))
+    assert not any(in_memory(LABELLED[kind]()) for kind in ("dataset", "loader", "generator"))
+
+
+def test_batches_have_the_size_asked_for() -> None:
+    assert [len(part) for part in batches((IMAGES, LABELS), size=4)] == [4, 4, 3]
+    assert [len(part) for part in batches(LABELLED["loader"](), size=2)] == [4, 4, 3]  # a loader knows best
+
+
+def test_a_batch_is_indexed_all_at_once() -> None:
+    batch, index = Batch(IMAGES, LABELS, torch.arange(N) + 100), torch.tensor([7, 2])
+    part = batch[index]
+    assert part.labels is not None
+    assert torch.equal(part.images, IMAGES[index])
+    assert torch.equal(part.labels, LABELS[index])
+    assert part.ids.tolist() == [107, 102]
+    assert Batch(IMAGES, None, torch.arange(N))[2:4].labels is None
+
+
+# -- ids ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("convert", [torch.tensor, np.array, list])
+def test_ids_travel_with_their_examples(convert: Callable[[list[int]], Any]) -> None:
+    given = [2**40 + 3 * i for i in reversed(range(N))]
+    for kind in LABELLED:
+        assert everything(LABELLED[kind](), ids=convert(given), size=3).ids.tolist() == given
+
+
+@pytest.mark.parametrize(
+    ("ids", "match"),
+    [
+        ([0] * N, "distinct integers"),
+        ([*range(N - 1), 3], "two examples must not share noise"),
+        ([float(i) for i in range(N)], "distinct integers"),
+        ([[i] for i in range(N)], "in one dimension"),
+        (list(range(N - 1)), "one id per image"),
+        (list(range(N + 1)), "one id per image"),
+    ],
+)
+def test_bad_ids_are_refused(ids: list[Any], match: str) -> None:
+    refused(match, (IMAGES, LABELS), ids=ids)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_images_that_carry_no_guarantee_are_refused() -> None:
+    refused(r"float images in \[0, 1\], got torch.uint8; convert with images.float\(\) / 255", (IMAGES * 255).byte())
+    refused("got torch.int64; convert", LABELS[:, None])
+    refused(r"\[n, \.\.\.\], got shape \(11,\); add a batch dimension", IMAGES.flatten()[:N])
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        spoiled = IMAGES.clone()
+        spoiled[7, 0, 1, 1] = bad
+        refused("NaN or infinity, first in image 7 of the batch; clean the data", spoiled)
+        refused("NaN or infinity, first in image 3 of the batch", spoiled, size=4)
+
+
+def test_no_images_are_refused() -> None:
+    for nothing in (IMAGES[:0], (IMAGES[:0], LABELS[:0]), [], TensorDataset(IMAGES[:0], LABELS[:0]), iter(())):
+        refused("at least one image, got none", nothing)
+
+
+def test_labels_that_do_not_match_are_refused() -> None:
+    refused("as many labels as images, got 11 images and 10 labels", (IMAGES, LABELS[:-1]))
+    refused(r"one label per image, got 11 images and labels \(11, 1\)", (IMAGES, LABELS[:, None]))
+    refused(r"one label per image, got 6 images and labels \(5,\)", [(IMAGES[:6], LABELS[:5])])
+    for kind, make in UNLABELLED.items():
+        refused("expected labelled data", make(), labelled=True)
+        assert everything(make()).labels is None, kind
+
+
+@pytest.mark.parametrize("data", ["images.pt", b"bytes", {"images": IMAGES}, 3, None])
+def test_what_is_no_data_is_refused(data: Any) -> None:
+    refused("tensor or array, .* a dataset or a loader, got", data)
+
+
+def test_batches_of_three_things_are_refused() -> None:
+    refused(r"batches of images or of \(images, labels\), got", [(IMAGES, LABELS, LABELS)])
+
+
+# -- what is warned about ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("images", "match"),
+    [
+        (IMAGES * 255, "0-255, so epsilon and sigma would be 255 times too small; divide by 255"),
+        ((IMAGES - 0.5) / 0.2, "normalised already.*put the normalisation inside the model"),
+        (IMAGES * 2.2, "normalised already"),
+    ],
+)
+def test_pixels_in_other_units_are_warned_about_once(images: Tensor, match: str) -> None:
+    with pytest.warns(HoldfastWarning, match=match) as caught:
+        read = everything(images, size=3)
+    assert len(caught) == 1
+    assert torch.equal(read.images, images)
+
+
+def test_pixels_in_range_and_attacked_ones_are_not() -> None:
+    """Warnings are errors here: [0, 1] is fine, and so is an image that an attack or its noise has moved a little."""
+    for images in (IMAGES, IMAGES - 0.7, IMAGES + 0.7, torch.zeros(2, 3), torch.ones(2, 3)):
+        assert torch.equal(check_images(images), images)

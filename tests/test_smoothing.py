@@ -1,0 +1,444 @@
+"""Smoothing is a pure function of images, ids and stream: how it is batched, ordered or fed cannot be seen."""
+
+from __future__ import annotations
+
+import io
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from holdfast.errors import HoldfastWarning, InputError
+from holdfast.experiments.remember import RememberingSmoother
+from holdfast.inputs import Batch
+from holdfast.noise import Stream
+from holdfast.progress import Bar
+from holdfast.smoothing import Smoother, evaluation_mode, fingerprint
+
+patient = settings(deadline=None, derandomize=True, max_examples=30)
+SHAPE = (1, 4, 4)
+
+
+def toy(n: int, classes: int = 4, seed: int = 0, spread: float = 0.12) -> tuple[Tensor, Tensor]:
+    """Labelled images in [0, 1]: one prototype per class, and Gaussian spread around it."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(classes, (n,), generator=generator)
+    images = prototypes(classes)[labels] + spread * torch.randn(n, *SHAPE, generator=generator)
+    return images.clamp(0, 1), labels
+
+
+def prototypes(classes: int) -> Tensor:
+    return 0.5 + 0.15 * torch.randn(classes, *SHAPE, generator=torch.Generator().manual_seed(99))
+
+
+def nearest(classes: int = 4, sharpness: float = 12.0) -> nn.Module:
+    """The linear classifier of the nearest prototype: logits -sharpness |x - prototype|^2, but for what all share."""
+    centres = prototypes(classes).flatten(1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(centres.shape[1], classes))
+    with torch.no_grad():
+        model[1].weight.copy_(2 * sharpness * centres)
+        model[1].bias.copy_(-sharpness * centres.square().sum(dim=1))
+    return model.eval()
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(12, 5)
+    ).eval()
+
+
+class Recorder:
+    """A classifier that keeps what it was given."""
+
+    def __init__(self, classes: int = 3) -> None:
+        self.classes = classes
+        self.seen: list[Tensor] = []
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        self.seen.append(inputs.clone())
+        return inputs.flatten(1)[:, : self.classes].contiguous()
+
+    @property
+    def inputs(self) -> Tensor:
+        return torch.cat(self.seen)
+
+
+# -- one function, however it is run -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64, None])
+def test_noise_does_not_depend_on_the_batch_size(batch_size: int | None) -> None:
+    """The network sees x + sigma * noise(id, draw), bit for bit, image by image and draw by draw."""
+    images, ids, stream = toy(9)[0], torch.tensor([4, 17, 0, 2**35, 5, 6, 90, 8, 3]), Stream(3, "test")
+    recorder = Recorder()
+    Smoother(recorder, 0.25, batch_size=batch_size).logits(images, 5, stream, ids)
+    expected = images[:, None] + 0.25 * stream.gaussian(ids, range(5), SHAPE)
+    assert torch.equal(recorder.inputs, expected.flatten(0, 1))
+    assert max(len(part) for part in recorder.seen) <= (batch_size or 10**9)
+
+
+@patient
+@given(st.permutations(range(9)), st.sampled_from([1, 7, 64]), st.integers(1, 9))
+def test_logits_do_not_depend_on_order_or_company(order: list[int], batch_size: int, count: int) -> None:
+    images, ids, stream, model = toy(9)[0], 3 * torch.arange(9), Stream(1, "calibration"), network()
+    everything = Smoother(model, 0.3).logits(images, 6, stream, ids)
+    chosen = torch.tensor(order[:count])
+    part = Smoother(model, 0.3, batch_size=batch_size).logits(images[chosen], 6, stream, ids[chosen])
+    torch.testing.assert_close(part, everything[chosen], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_more_draws_extend_fewer(batch_size: int) -> None:
+    images, stream, model = toy(5)[0], Stream(0, "test"), network()
+    many = Smoother(model, 0.5).logits(images, 20, stream)
+    few = Smoother(model, 0.5, batch_size=batch_size).logits(images, 3, stream)
+    torch.testing.assert_close(few, many[:, :3], rtol=0, atol=1e-5)
+    assert not torch.equal(many[:, 0], many[:, 1])
+
+
+def test_without_noise_the_model_runs_as_it_is() -> None:
+    images, model = toy(6)[0], network()
+    logits = Smoother(model, 0.0).logits(images, 3, Stream(0, "test"))
+    torch.testing.assert_close(logits, model(images)[:, None].expand(-1, 3, -1).detach(), rtol=0, atol=1e-6)
+
+
+def test_modules_and_callables_are_the_same_function() -> None:
+    images, model, stream = toy(6)[0], network(), Stream(8, "test")
+    module, function = Smoother(model, 0.2), Smoother(lambda x: model(x), 0.2)
+    assert torch.equal(module.logits(images, 4, stream), function.logits(images, 4, stream))
+    assert function.device == torch.device("cpu")
+
+
+def kinds(images: Tensor, labels: Tensor) -> dict[str, Callable[[], Any]]:
+    return {
+        "tensor": lambda: images,
+        "array": lambda: images.numpy(),
+        "double": lambda: images.double(),
+        "pair": lambda: (images, labels),
+        "arrays": lambda: (images.numpy(), labels.numpy()),
+        "dataset": lambda: TensorDataset(images, labels),
+        "loader": lambda: DataLoader(TensorDataset(images, labels), batch_size=5),
+        "batches": lambda: zip(images.split(4), labels.split(4)),
+    }
+
+
+@pytest.mark.parametrize("kind", list(kinds(torch.zeros(1), torch.zeros(1))))
+def test_every_container_is_smoothed_alike(kind: str) -> None:
+    images, labels = toy(13)
+    smoother, stream = Smoother(network(), 0.25), Stream(5, "test")
+    found = smoother.reduce(kinds(images, labels)[kind](), 4, stream, lambda batch, logits: logits.mean(dim=1))
+    torch.testing.assert_close(found, smoother.logits(images, 4, stream).mean(dim=1), rtol=0, atol=1e-5)
+
+
+def test_ids_key_the_noise_of_streamed_data() -> None:
+    """Two orders of the same examples, with their ids: the same logits of each."""
+    (images, labels), ids = toy(12), torch.arange(12) + 50
+    smoother, stream, order = Smoother(network(), 0.25), Stream(5, "test"), torch.randperm(12)
+    one = smoother.reduce((images, labels), 4, stream, lambda batch, logits: logits.mean(dim=1), ids)
+    two = smoother.reduce(
+        (images[order], labels[order]), 4, stream, lambda batch, logits: logits.mean(dim=1), ids[order]
+    )
+    torch.testing.assert_close(two, one[order], rtol=0, atol=1e-5)
+    default = smoother.reduce(images, 4, stream, lambda batch, logits: logits.mean(dim=1))
+    assert (default - one).abs().min() > 0  # other ids, other noise
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch_size", "draws"), [(1, 3), (8, 3), (16, 16), (10, 64)])
+def test_a_stream_holds_one_chunk(batch_size: int, draws: int) -> None:
+    """At most max(batch size, draws) rows of logits at once, whatever n is; the labels and ids come along."""
+    images, labels = toy(21)
+    smoother, at = Smoother(nearest(), 0.1, batch_size=batch_size), 0
+    for batch, logits in smoother.stream((images, labels), draws, Stream(0, "test")):
+        assert logits.shape == (len(batch), draws, 4)
+        assert logits.shape[0] * draws <= max(batch_size, draws)
+        assert batch.labels is not None
+        assert torch.equal(batch.labels, labels[at : at + len(batch)])
+        assert torch.equal(batch.ids, torch.arange(at, at + len(batch)))
+        at += len(batch)
+    assert at == 21
+
+
+def test_a_reduction_lets_go_of_every_chunk() -> None:
+    chunks: list[weakref.ref[Tensor]] = []
+
+    def reduction(batch: Batch, logits: Tensor) -> Tensor:
+        assert all(chunk() is None for chunk in chunks)
+        chunks.append(weakref.ref(logits))
+        return logits.mean(dim=1)
+
+    mean = Smoother(nearest(), 0.1, batch_size=8).reduce(toy(30)[0], 4, Stream(0, "test"), reduction)
+    assert len(chunks) == 15
+    assert mean.shape == (30, 4)
+
+
+def test_running_out_of_memory_halves_the_batch() -> None:
+    model, largest = nearest(), 5
+
+    def tight(inputs: Tensor) -> Tensor:
+        if len(inputs) > largest:
+            raise torch.cuda.OutOfMemoryError("too large")
+        return model(inputs)
+
+    images, stream = toy(9)[0], Stream(0, "test")
+    smoother = Smoother(tight, 0.1, batch_size=64)
+    roomy = Smoother(model, 0.1).logits(images, 3, stream)
+    torch.testing.assert_close(smoother.logits(images, 3, stream), roomy, rtol=0, atol=1e-5)
+    assert smoother.batch_size == 4
+    largest = 0
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        smoother.logits(images, 3, stream)
+
+
+def test_remembered_logits_are_those_of_the_network() -> None:
+    """Fewer draws, or the same ones again, cost no pass; other images, ids or roles do."""
+    images, passes, model = toy(10)[0], [], nearest()
+
+    def counted(inputs: Tensor) -> Tensor:
+        passes.append(len(inputs))
+        return model(inputs)
+
+    remembering, plain = RememberingSmoother(counted, 0.2), Smoother(model, 0.2)
+    for draws, cost in ((16, 160), (4, 0), (16, 0), (20, 200)):
+        passes.clear()
+        found = remembering.reduce(images, draws, Stream(0, "test"), lambda batch, logits: logits.flatten(1))
+        torch.testing.assert_close(
+            found.view(10, draws, 4), plain.logits(images, draws, Stream(0, "test")), rtol=0, atol=1e-5
+        )
+        assert sum(passes) == cost
+    for other, stream in ((images + 0.01, Stream(0, "test")), (images, Stream(0, "attack"))):
+        passes.clear()
+        found = remembering.logits(other, 4, stream)
+        torch.testing.assert_close(found, plain.logits(other, 4, stream), rtol=0, atol=1e-5)
+        assert sum(passes) == 40
+
+
+# -- modes -------------------------------------------------------------------------------------------------------------
+
+
+def half_trained() -> nn.Sequential:
+    """Some parts in train mode, some not, in no particular order."""
+    model = network()
+    model.train()
+    model[1].eval()
+    model[4].eval()
+    return model
+
+
+def flags(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+def test_train_mode_is_warned_about_left_and_restored() -> None:
+    model, images, stream = half_trained(), toy(5)[0], Stream(0, "test")
+    before = flags(model)
+    with pytest.warns(HoldfastWarning, match=r"left in train mode.*Call model.eval\(\) first"):
+        found = Smoother(model, 0.2).logits(images, 4, stream)
+    assert flags(model) == before
+    assert len(set(before)) == 2
+    assert torch.equal(found, Smoother(network(), 0.2).logits(images, 4, stream))  # as if it had been in eval mode
+
+
+def test_flags_are_restored_when_reading_stops_early_or_the_model_fails() -> None:
+    model = half_trained()
+    before = flags(model)
+    with pytest.warns(HoldfastWarning, match="train mode"):
+        with closing(Smoother(model, 0.2, batch_size=4).stream(toy(9)[0], 4, Stream(0, "test"))) as chunks:
+            next(chunks)
+            assert not any(flags(model))
+    assert flags(model) == before
+    with pytest.warns(HoldfastWarning, match="train mode"), pytest.raises(RuntimeError):
+        Smoother(model, 0.2).logits(torch.zeros(2, 7, 4, 4), 2, Stream(0, "test"))
+    assert flags(model) == before
+
+
+def test_train_mode_that_changes_nothing_is_not_warned_about() -> None:
+    model = nearest().train()
+    Smoother(model, 0.2).logits(toy(2)[0], 2, Stream(0, "test"))
+    assert all(flags(model))
+    with evaluation_mode(lambda x: x):  # nothing to do for a callable
+        pass
+
+
+# -- numerics ----------------------------------------------------------------------------------------------------------
+
+
+def test_mixed_precision_runs_on_the_cpu() -> None:
+    """Eight bits of mantissa: near the float32 logits, not equal to them, and in float32 afterwards."""
+    images, model, stream = toy(6)[0], network(), Stream(0, "test")
+    full, mixed = (Smoother(model, 0.2, autocast=dtype) for dtype in (None, torch.bfloat16))
+    a, b = full.logits(images, 4, stream), mixed.logits(images, 4, stream)
+    assert b.dtype == torch.float32
+    assert 0 < float((a - b).abs().max()) < 0.05
+    assert full.numerics == {"autocast": None, "channels_last": False, "compile": False}
+    assert mixed.numerics["autocast"] == "bfloat16"
+
+
+def test_channels_last_is_only_a_layout() -> None:
+    images, stream, seen = torch.rand(3, 3, 4, 4), Stream(0, "test"), []
+
+    def model(inputs: Tensor) -> Tensor:
+        seen.append(inputs.is_contiguous(memory_format=torch.channels_last))
+        return inputs.flatten(1)[:, :4].contiguous()
+
+    one, two = (Smoother(model, 0.2, channels_last=last).logits(images, 4, stream) for last in (False, True))
+    assert torch.equal(one, two)
+    assert seen == [False, True]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (lambda x: x.flatten(1).sum(dim=1), r"return logits \[6, classes\], got \(6,\)"),
+        (lambda x: x, r"return logits \[6, classes\], got \(6, 1, 4, 4\)"),
+        (lambda x: x.flatten(1)[:-1], r"return logits \[6, classes\], got \(5, 16\)"),
+        (lambda x: (x.flatten(1), x), r"return logits \[6, classes\], got tuple"),
+        (lambda x: x.flatten(1)[:, :1], "at least 2 classes, the model returns 1"),
+        (lambda x: x.flatten(1) * float("nan"), "NaN or infinite logits under noise"),
+        (lambda x: x.flatten(1) / 0, "NaN or infinite logits under noise"),
+    ],
+)
+def test_outputs_that_are_no_logits_are_refused(model: Callable[[Tensor], Tensor], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        Smoother(model, 0.2).logits(torch.rand(2, *SHAPE), 3, Stream(0, "test"))
+
+
+@pytest.mark.parametrize(
+    ("images", "match"),
+    [
+        ((torch.rand(3, *SHAPE) * 255).byte(), "got torch.uint8; convert"),
+        (torch.full((3, *SHAPE), torch.nan), "NaN or infinity, first in image 0"),
+        (torch.rand(3), "add a batch dimension"),
+        (torch.rand(0, *SHAPE), "at least one image, got none"),
+    ],
+)
+def test_images_that_carry_no_guarantee_are_refused(images: Tensor, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        Smoother(nearest(), 0.2).reduce(images, 3, Stream(0, "test"), lambda batch, logits: logits)
+
+
+def test_images_in_other_units_are_warned_about() -> None:
+    images = torch.rand(3, *SHAPE)
+    for scaled, match in ((images * 255, "0-255"), ((images - 0.5) / 0.1, "normalised already")):
+        with pytest.warns(HoldfastWarning, match=match):
+            Smoother(nearest(), 0.2).reduce(scaled, 3, Stream(0, "test"), lambda batch, logits: logits)
+
+
+@pytest.mark.parametrize("sigma", [-0.1, float("nan"), float("inf")])
+def test_bad_sigma_is_refused(sigma: float) -> None:
+    with pytest.raises(InputError, match="finite sigma >= 0, got"):
+        Smoother(nearest(), sigma)
+
+
+def test_bad_batch_sizes_draws_and_models_are_refused() -> None:
+    for size in (0, -3):
+        with pytest.raises(InputError, match=f"batch size of at least 1, got {size}"):
+            Smoother(nearest(), 0.1, batch_size=size)
+    for draws in (0, -1):
+        with pytest.raises(InputError, match=f"at least 1 draw, got {draws}"):
+            Smoother(nearest(), 0.1).logits(torch.rand(2, *SHAPE), draws, Stream(0, "test"))
+        with pytest.raises(InputError, match=f"at least 1 draw, got {draws}"):
+            Smoother(nearest(), 0.1).reduce(
+                torch.rand(2, *SHAPE), draws, Stream(0, "test"), lambda batch, logits: logits
+            )
+
+
+# -- fingerprints ------------------------------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_changes_with_any_weight_and_any_name() -> None:
+    """Every parameter and buffer, the integer counter of batch norm included: one element, one new fingerprint."""
+    model = network()
+    original, found = fingerprint(model), set()
+    for value in model.state_dict().values():
+        before = value.clone()
+        with torch.no_grad():
+            value.view(-1)[-1] += 1
+        found.add(fingerprint(model))
+        with torch.no_grad():
+            value.copy_(before)
+    assert len(found | {original}) == len(model.state_dict()) + 1
+    assert fingerprint(model) == original
+    assert fingerprint(nn.Sequential(model)) != original  # the same weights under other names
+    assert fingerprint(network().double()) != original
+
+
+def test_the_fingerprint_sees_one_ulp_and_a_moved_value() -> None:
+    linear = nn.Linear(4, 3)
+    original = fingerprint(linear)
+    with torch.no_grad():
+        linear.weight[0, 0] = torch.nextafter(linear.weight[0, 0], torch.tensor(9.0))
+    nudged = fingerprint(linear)
+    with torch.no_grad():
+        linear.weight.copy_(linear.weight.flip(0))
+    assert len({original, nudged, fingerprint(linear)}) == 3
+
+
+def test_the_fingerprint_does_not_see_layout_mode_or_gradients() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    original = fingerprint(model)
+    assert fingerprint(model.to(memory_format=torch.channels_last)) == original
+    assert fingerprint(model.eval().requires_grad_(False)) == original
+    assert not model[0].weight.is_contiguous()
+
+
+def test_a_callable_has_no_fingerprint() -> None:
+    model = nearest()
+    assert fingerprint(lambda x: model(x)) is None
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+def test_progress_is_reported_in_examples() -> None:
+    reports: list[tuple[int, int]] = []
+    smoother = Smoother(nearest(), 0.1, batch_size=8, progress=lambda done, total: reports.append((done, total)))
+    smoother.reduce(toy(21)[0], 4, Stream(0, "test"), lambda batch, logits: logits[:, 0])
+    assert reports == [(min(2 * i, 21), 21) for i in range(1, 12)]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("total", "text"), [(4, "75%"), (None, "3 done")])
+def test_the_bar_waits_two_seconds_and_wipes_its_line(
+    total: int | None, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal, clock = Terminal(), [0.0]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("holdfast.progress.time.monotonic", lambda: clock[0])
+    with Bar("smoothing", total) as bar:
+        clock[0] = 1.9
+        bar.advance(2)
+        assert terminal.getvalue() == ""
+        clock[0] = 2.1
+        bar.advance()
+        assert text in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r" + " " * 72 + "\r")
+
+
+def test_the_bar_is_silent_where_nobody_watches(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("holdfast.progress.time.monotonic", lambda: clock[0])
+    with Bar("smoothing", 3) as bar:
+        clock[0] = 60.0
+        bar.advance()
+    assert capsys.readouterr().err == ""
