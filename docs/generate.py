@@ -41,21 +41,22 @@ def attack_table() -> str:
     manifest = json.loads((ROOT / "results" / ATTACKS[0]).read_text())["manifest"]
     config = manifest["config"]
     lines = [
-        "| method | certified | draws per query | size, clean | coverage, clean | coverage, attacked | verdict |",
-        "|---|---|---|---|---|---|---|",
+        "| method | certified | draws per query | size, clean | coverage, clean | coverage, attacked | paper, attacked | verdict |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in attack_rows():
         cov, hit = row["coverage"], row["attacked_coverage"]
         bold = "**" if row["name"].startswith("exact HPS") else ""
         lines.append(
             f"| {bold}{row['name']}{bold} | {'yes' if row['certified'] else 'no'} | {row['draws']} | {bold}{row['size']:.2f}{bold} | "
-            f"{cov['mean']:.3f} | {hit['mean']:.3f} [{hit['low']:.3f}, {hit['high']:.3f}] | {row['verdict']} |"
+            f"{cov['mean']:.3f} | {hit['mean']:.3f} [{hit['low']:.3f}, {hit['high']:.3f}] | "
+            f"{'' if row['paper'] is None else format(row['paper'], '.3f')} | {row['verdict']} |"
         )
     lines.append("")
     lines.append(
         f"CIFAR-10, ResNet-110 trained at sigma {config['sigma']:g}, alpha 0.1, epsilon {config['epsilon']:g}; one split of the test "
         f"set (seed {config['seed']}): 500 holdout, 4750 calibration, {config['images']} attacked images; {config['steps']} L2 "
-        f"steps, {config['attack_draws']} attacker draws; the worse of two attacks, 95 % Clopper-Pearson interval; "
+        f"steps, {config['attack_draws']} attacker draws; the worse of two attacks, 95 % Clopper-Pearson interval; the paper's column is for its own weights; "
         f"{manifest['hardware']['gpu']}, rows and commands in `results/attack-cifar10*.json`."
     )
     return "\n".join(lines)

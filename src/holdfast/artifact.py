@@ -27,7 +27,7 @@ from holdfast.errors import HoldfastWarning, InputError
 from holdfast.methods import METHODS, Setting
 from holdfast.predictor import Calibrated, Level, Predictor
 from holdfast.progress import Report
-from holdfast.scores import SCORES, CustomScore, Score, get_score
+from holdfast.scores import SCORES, Score, get_score
 from holdfast.smoothing import Classifier, Smoother
 from holdfast.smoothing import fingerprint as fingerprint_of
 from holdfast.transforms import PTT
@@ -42,6 +42,8 @@ def _digest(tensor: Tensor) -> str:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write beside the target, then rename: a reader sees the old file or the new one, never half of one."""
+    if not path.parent.is_dir():
+        raise InputError(f"no folder {path.parent} to write {path.name} into; create it first")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)
@@ -111,18 +113,17 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _score(config: dict[str, Any], given: str | Score | Callable[..., Tensor] | None) -> Score:
-    if config.get("custom"):
-        if given is None:
-            raise InputError(
-                f"this predictor uses the custom score {config['name']!r}; pass it: load(path, model, score=...)"
-            )
-        score = get_score(given)
-        if not isinstance(given, Score):
-            score = CustomScore(given, config["name"], config["bounded"])  # type: ignore[arg-type]
-    else:
+    if not config.get("custom"):
         score = SCORES[config["name"]](**{key: value for key, value in config.items() if key != "name"})
-    if given is not None and get_score(given).name != config["name"] and not config.get("custom"):
-        raise InputError(f"this predictor was calibrated with score {config['name']!r}, not {get_score(given).name!r}")
+        given = score if given is None else get_score(given)
+    elif given is None:
+        raise InputError(
+            f"this predictor uses the custom score {config['name']!r}; pass it: load(path, model, score=...)"
+        )
+    else:
+        score = given = get_score(given)
+    if given.config() != config:
+        raise InputError(f"this predictor was calibrated with score {config}, not {given.config()}")
     return score
 
 
@@ -161,8 +162,8 @@ def load(
         )  # fmt: skip
     elif expected != found:
         raise InputError(
-            f"the model differs from the one calibrated: fingerprint {found[:12]}..., expected {expected[:12]}...; load the "
-            "weights that were calibrated, or calibrate again"
+            f"the model differs from the one calibrated: fingerprint {found[:12]}, expected {expected[:12]}; load the weights "
+            "that were calibrated (or give the fingerprint= string of calibration), or calibrate again"
         )
     levels: dict[Level, Calibrated] = {}
     for entry in manifest["levels"]:
@@ -177,6 +178,8 @@ def load(
         saved = float(entry["threshold"])
         if not (threshold == saved or math.isclose(threshold, saved, rel_tol=1e-12)):
             raise InputError(f"{path}: the threshold {saved} does not follow from the calibration scores ({threshold})")
+        if rule.guarantee(manifest["score"]["name"], entry["transform"]).to_dict() != entry["guarantee"]:
+            raise InputError(f"{path}: the guarantee it states is not the one its rule gives; calibrate again")
         levels[rule.setting.alpha, rule.setting.epsilon] = Calibrated(rule, entry["transform"], saved)
     names = manifest["class_names"]
     return Predictor(

@@ -118,9 +118,9 @@ class SmoothedScore:
         kind = "order" if calibrated.kind == "ptt" else calibrated.kind
         own = noisy_scores(self.predictor.score, kind, logits, u).of_label(labels).values
         if calibrated.kind == "ptt":
-            ptt = self.predictor.ptt(alpha)
+            ptt = self.predictor.ptt(alpha, own.device)
             assert ptt is not None
-            own = _interpolate(own, ptt.holdout.to(own.device), ptt.table.to(own.device))
+            own = _interpolate(own, ptt.holdout, ptt.table)
         return own.mean(dim=-1)
 
 
@@ -213,7 +213,7 @@ def pgd(
         >>> bool(((adversarial - x).norm(dim=1) <= 0.5).all())
         True
     """
-    images = check_images(images)
+    images = check_images(images).float()
     if not 0 <= epsilon < float("inf") or steps < 1 or restarts < 1:
         raise InputError(f"expected epsilon >= 0, steps >= 1 and restarts >= 1, got {epsilon}, {steps} and {restarts}")
     if len(labels) != len(images):
@@ -286,7 +286,8 @@ def _climb(
         peak[active] = torch.where(better, value.detach(), peak[active])
         best[active[better]] = here.detach()[better]
         if step < steps:
-            (gradient,) = torch.autograd.grad(value.sum(), here)
+            # Scaled so that float16 gradients do not underflow; only their direction counts.
+            (gradient,) = torch.autograd.grad(4096 * value.sum(), here)
             delta = norm.project(delta + step_size * norm.direction(gradient), epsilon)
             delta = _inside(x[active], delta, clip)
 

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from holdfast.attacks import NoisyModel, margin_loss, mean_softmax, pgd
-from holdfast.bounds import covered_at_most
-from holdfast.conformal import conformal_rank, exact_level
 from holdfast.errors import InputError
 from holdfast.inputs import batches
 from holdfast.metrics import Evaluation
@@ -32,7 +30,7 @@ class AuditRow:
     Attributes:
         promised: whether the predictor promises 1 - alpha under this attack (certified, and radius within epsilon).
         p_value: probability of covering this few points or fewer if coverage were as promised, including the luck of
-            the calibration draw (beta-binomial law).
+            the calibration draw (:meth:`Method.p_value`).
         verdict: ``consistent`` or ``violated`` (p below 0.001) where 1 - alpha is promised; ``no promise`` elsewhere,
             with ``lost`` added where coverage fell significantly below 1 - alpha.
     """
@@ -87,12 +85,13 @@ def judge(
     predictor: Predictor, evaluation: Evaluation, radius: float, level: tuple[float, float]
 ) -> tuple[bool, float, str]:
     """Whether 1 - alpha was promised, the p-value of the observed coverage under it, and the verdict."""
-    alpha, epsilon = level
+    epsilon = level[1]
     rule = predictor.levels[level].rule
     promised = radius == 0 or (rule.certified and radius <= epsilon * (1 + 1e-9))
-    n, m = rule.setting.n, evaluation.coverage.count
-    covered = round(evaluation.coverage.mean * m)
-    p_value = covered_at_most(covered, m, n, conformal_rank(n, exact_level(alpha)))
+    m = evaluation.coverage.count
+    calibrated = predictor.levels[level]
+    true = predictor.calibration_draws(level).first(rule.calibration_draws)
+    p_value = rule.p_value(round(evaluation.coverage.mean * m), m, true, calibrated.threshold)
     low = p_value < VIOLATION
     if promised:
         return promised, p_value, "violated" if low else "consistent"
@@ -129,7 +128,7 @@ def audit(
     if not named:
         raise InputError("expected at least one predictor to audit")
     parts = list(batches(data, labelled=True))
-    images = torch.cat([part.images for part in parts])
+    images = torch.cat([part.images for part in parts]).float()
     labels = torch.cat([part.labels for part in parts if part.labels is not None]).long()
     seed = fresh_seed() if seed is None else seed
     stream = Stream(seed, "attack")
@@ -145,9 +144,10 @@ def audit(
         if attack == "softmax":  # the same for every predictor on this model and noise
             key = (id(smoother.model), smoother.sigma, attack, radius)
             if key not in shared:
-                shared[key] = pgd(noisy, images, labels, radius, loss=mean_softmax, **options)
+                shared[key] = pgd(noisy, images, labels, radius, loss=mean_softmax, device=smoother.device, **options)
             return shared[key]
-        return pgd(noisy, images, labels, radius, loss=margin_loss(predictor, stream), **options)
+        loss = margin_loss(predictor, stream)
+        return pgd(noisy, images, labels, radius, loss=loss, device=smoother.device, **options)
 
     def record(name: str, predictor: Predictor, attack: str, radius: float, inputs: Tensor) -> None:
         level = next(iter(predictor.levels))

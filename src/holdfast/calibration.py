@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -94,14 +94,19 @@ def calibrate(
         "compile": compile, "progress": progress,
     }  # fmt: skip
     seed = fresh_seed() if seed is None else seed
+    holdout = int(holdout) if isinstance(holdout, Integral) else holdout
     if isinstance(model, Smoother):
         if sigma is not None and sigma != model.sigma:
             raise InputError(f"the smoother already has sigma {model.sigma:g}; leave sigma out or make them agree")
+        if any(options[name] for name in ("batch_size", "device", "autocast", "channels_last", "compile")):
+            raise InputError("the smoother brings its own batch_size, device and numerics; set them there")
         smoothers = [model]
     elif isinstance(model, Sequence):
         if sigma is not None:
             raise InputError("give either sigma or several (sigma, model) pairs, not both")
-        smoothers = [Smoother(m, s, **options) for s, m in model]
+        if not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in model):
+            raise InputError("expected (sigma, model) pairs, for instance [(0.25, a), (0.5, b)]")
+        smoothers = [Smoother(m, float(s), **options) for s, m in model]
         if len(smoothers) > 1 and not in_memory(data) and (holdout is None or isinstance(holdout, int)):
             raise InputError(
                 "choosing among several (sigma, model) pairs reads the holdout once per pair: give it as holdout="
@@ -112,7 +117,7 @@ def calibrate(
         smoothers = [Smoother(model, sigma, **options)]
     for smoother in smoothers:
         request.refuse_impossible(levels, smoother.sigma, length(data))
-    parts = _Parts(data, holdout, ids, seed, request)
+    parts = _Parts(data, holdout, ids, seed, request.needs_holdout or len(smoothers) > 1)
     if len(smoothers) > 1:
         smoother = min(smoothers, key=lambda s: _expected_size(s, parts, request, levels, seed))
     else:
@@ -128,7 +133,12 @@ conformalize = calibrate
 
 
 def _levels(values: float | Sequence[float], name: str) -> list[float]:
-    listed = [float(values)] if isinstance(values, int | float) else [float(v) for v in values]
+    many = values if isinstance(values, Sequence) and not isinstance(values, str) else [values]
+    try:
+        # Through str: a float32 0.1 is meant as 1/10 by whoever typed it.
+        listed = [float(str(v.item() if hasattr(v, "item") else v)) for v in many]  # type: ignore[union-attr]
+    except (TypeError, ValueError):
+        raise InputError(f"expected one or several numbers for {name}, got {values!r}") from None
     if not listed or len(set(listed)) != len(listed):
         raise InputError(f"expected one or several distinct values of {name}, got {values!r}")
     return listed
@@ -151,6 +161,11 @@ class _Request:
             raise InputError(f"expected at least 1 draw, got {self.draws} (calibration {self.asked_calibration_draws})")
         if self.transform not in ("none", "ptt"):
             raise InputError(f"expected transform none or ptt, got {self.transform!r}")
+        if self.kind == "plain" and not self.score.bounded:
+            raise InputError(
+                f"{self.main.name} without PTT assumes scores in [0, 1] and {self.score.name!r} does not promise that; use "
+                "transform='ptt', a bounded score, or an exact certificate"
+            )
 
     @property
     def main(self) -> type[Method]:
@@ -162,9 +177,14 @@ class _Request:
 
     @property
     def calibration_draws(self) -> int:
-        if self.asked_calibration_draws is not None:
-            return self.asked_calibration_draws
-        return max(64, self.draws) if self.main is ExactAsymmetric else self.draws
+        asked = self.asked_calibration_draws
+        if asked is None:
+            asked = max(64, self.draws) if self.main is ExactAsymmetric else self.draws
+        return self.main.draws_used(self.draws, asked)[1]
+
+    @property
+    def holdout_draws(self) -> int:
+        return max(self.calibration_draws, self.main.draws_used(self.draws, self.calibration_draws)[0])
 
     @property
     def kind(self) -> str:
@@ -195,7 +215,8 @@ class _Request:
         if self.method != "auto":
             more = {"randomize": self.randomize} if issubclass(self.main, Exact | ExactAsymmetric) else {}
             return self.main.fit(setting, holdout, **more)
-        assert holdout is not None
+        if holdout is None:
+            raise InputError("no holdout point was read; give holdout=(images, labels)")
         short = self.setting(level, sigma, n, classes, min(self.draws, self.calibration_draws))
         rules: list[Method] = [Exact.fit(s, holdout, self.randomize) for s in {setting, short}]
         rules.append(ExactAsymmetric.fit(setting, holdout, self.randomize))
@@ -205,15 +226,17 @@ class _Request:
 class _Parts:
     """The data as (role, batch) pairs: holdout points and calibration points, disjoint, decided by id alone."""
 
-    def __init__(self, data: Any, holdout: Any, ids: Any, seed: int, request: _Request) -> None:
+    def __init__(self, data: Any, holdout: Any, ids: Any, seed: int, needed: bool) -> None:
         self.data, self.ids = data, ids
         self.given = None if holdout is None or isinstance(holdout, int) else holdout
         self.chosen = torch.zeros(0, dtype=torch.int64)
-        if self.given is None and request.needs_holdout:
+        if self.given is None and needed:
             n = length(data)
             if n is None:
                 raise InputError("the data have no length, so no holdout can be drawn from them: give one as holdout=")
             size = min(500, n // 10) if holdout is None else holdout
+            if n == 0:
+                raise InputError("expected labelled images to calibrate on, got none")
             if not 1 <= size < n:
                 raise InputError(
                     f"expected a holdout of 1 to {n - 1} of the {n} points, got {size}; give more data or holdout=(images, labels)"
@@ -270,7 +293,7 @@ class _Collected:
 def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, only_holdout: bool = False) -> _Collected:
     """One pass over the data. PTT comes later: it is fitted on what is collected here."""
     streams = {role: Stream(seed, role) for role in ("holdout", "calibration")}
-    draws = {"holdout": max(request.calibration_draws, request.draws), "calibration": request.calibration_draws}
+    draws = {"holdout": request.holdout_draws, "calibration": request.calibration_draws}
     kind = "order" if request.kind == "ptt" else request.kind
     kept: dict[str, list[Tensor]] = {"holdout": [], "calibration": []}
     labels: list[Tensor] = []
@@ -278,7 +301,7 @@ def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, on
     source = (("holdout", b) for b in parts.holdout_batches()) if only_holdout else parts.all_batches()
     bar = Bar("smoothing", None if only_holdout else length(parts.data), smoother.progress)
     with evaluation_mode(smoother.model), bar:
-        for role, batch in source:
+        for role, batch in _small(source, smoother, draws):
             logits = smoother.logits(batch.images, draws[role], streams[role], batch.ids)
             assert batch.labels is not None
             y = check_labels(batch.labels, len(batch), logits.shape[2]).to(logits.device)
@@ -288,10 +311,6 @@ def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, on
             scores = noisy_scores(
                 request.score, kind, logits, streams[role].uniform(batch.ids.to(logits.device), "aps")
             )
-            if scores.values.isnan().any():
-                raise InputError(
-                    f"score {request.score.name!r} returned NaN; a NaN has no rank, so it carries no guarantee"
-                )
             kept[role].append((scores if role == "holdout" else scores.of_label(y)).values.cpu())
             if role == "holdout":
                 labels.append(y.cpu())
@@ -299,6 +318,16 @@ def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, on
     holdout = Holdout(Draws(torch.cat(kept["holdout"])), torch.cat(labels)) if labels else None
     calibration = Draws(torch.cat(kept["calibration"])) if kept["calibration"] else None
     return _Collected(holdout, calibration, classes, right / max(seen, 1))
+
+
+def _small(
+    source: Iterator[tuple[str, Batch]], smoother: Smoother, draws: dict[str, int]
+) -> Iterator[tuple[str, Batch]]:
+    """Cut batches so that their noisy logits stay small, however large a loader's batches are."""
+    for role, batch in source:
+        step = max(32, smoother.images_per_chunk(batch.images, draws[role]))
+        for at in range(0, len(batch), step):
+            yield role, batch[at : at + step]
 
 
 def _expected_size(smoother: Smoother, parts: _Parts, request: _Request, levels: list[Level], seed: int) -> float:
@@ -322,7 +351,7 @@ def _conformalize(
     classes, n = collected.classes, len(collected.calibration)
     if class_names is not None and len(class_names) != classes:
         raise InputError(f"expected {classes} class names, one per output of the model, got {len(class_names)}")
-    if collected.accuracy < max(0.2, 2 / classes):
+    if collected.accuracy < 1 / classes + 0.1 * (1 - 1 / classes):  # a tenth of the way from guessing to perfect
         warnings.warn(
             f"the model is right on only {collected.accuracy:.1%} of noisy draws at sigma {smoother.sigma:g}, so sets will be "
             "large; train or fine-tune it under this noise, or choose a smaller sigma",
@@ -335,7 +364,7 @@ def _conformalize(
         rule = request.fit(level, smoother.sigma, n, classes, own.holdout)
         rule.guarantee()
         threshold = rule.threshold(rule.calibration_statistic(own.calibration.first(rule.calibration_draws)))
-        if math.isinf(threshold) and threshold > 0:
+        if rule.always_full(threshold):
             warnings.warn(
                 f"{rule.name} at alpha {level[0]:g}, epsilon {level[1]:g} can only return the full label set here; more draws, "
                 "more calibration points, a larger sigma or a smaller epsilon may help",
@@ -346,8 +375,8 @@ def _conformalize(
         smoother,
         request.score,
         calibrated,
-        # Draws are exchangeable, so their order carries nothing but the coupling of one-draw methods to draw 0.
-        calibration=collected.calibration.values,
+        # In the order of their first draw: what is saved need not tell which point was which.
+        calibration=collected.calibration.values[collected.calibration.values[:, 0].argsort()],
         holdout=collected.first_draws if request.transform == "ptt" else None,
         classes=classes,
         class_names=None if class_names is None else tuple(class_names),

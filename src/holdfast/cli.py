@@ -228,7 +228,7 @@ def audit(
     ] = "digits",
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the official CIFAR files.")] = None,
     predictor: Annotated[
-        Path | None, typer.Option(help="Audit this saved predictor too; all data then serve as test points.")
+        Path | None, typer.Option(help="Audit this saved predictor on the data, instead of calibrating.")
     ] = None,
     sigma: Sigma = 0.5,
     epsilon: Epsilon = 0.5,
@@ -257,20 +257,21 @@ def audit(
     """
     from holdfast.experiments.side_by_side import AuditRequest, run_audit, write_audit
 
+    start = time.monotonic()
     request = AuditRequest(
         model=model, weights=weights, data=data, data_dir=data_dir, predictor=predictor, sigma=sigma, epsilon=epsilon,
         alpha=alpha, methods=tuple(method or ("cp", "rscp", "rscp_plus_hoeffding", "rcp1", "auto")), score=score, draws=draws,
-        mean_draws=mean_draws, images=images, radii=tuple(radius or (epsilon,)), steps=steps, attack_draws=attack_draws,
+        mean_draws=mean_draws, images=images, radii=tuple(radius) if radius else None, steps=steps, attack_draws=attack_draws,
         restarts=restarts, clip=clip, device=device, seed=seed,
     )  # fmt: skip
     with err.status("starting") as status:
         result = run_audit(request, say=lambda text: status.update(text) if err.is_terminal else err.print(text))
-    page = write_audit(request, result, folder) if folder else None
+    page = write_audit(request, result, folder, time.monotonic() - start) if folder else None
     if as_json:
         print_json({**result.to_dict(), "report": str(page) if page else None})
         return
     print_table(
-        f"Audit: alpha {alpha:g}, epsilon {epsilon:g}, {len(result.images)} images",
+        f"Audit: alpha {result.rows[0].alpha:g}, epsilon {result.rows[0].epsilon:g}, {len(result.images)} images",
         ["predictor", "certified", "draws", "attack", "radius", "coverage", "size", "p-value", "verdict"],
         [
             [
@@ -280,7 +281,7 @@ def audit(
             ]
             for row in result.rows
         ],
-        "p-value: chance of covering this few or fewer if the promise held (beta-binomial); violated below 0.001",
+        "p-value: chance of covering this few or fewer if the promise held, calibration luck included; violated below 0.001",
     )  # fmt: skip
     if page:
         out.print(f"report  {page}", highlight=False, soft_wrap=True)

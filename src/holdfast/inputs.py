@@ -33,15 +33,25 @@ class Batch:
 def length(data: Any) -> int | None:
     """How many examples there are, where that is known before reading them."""
     if isinstance(data, DataLoader):
-        return len(data.dataset) if isinstance(data.dataset, Sized) else None
-    if isinstance(data, tuple | list):
+        return _loader_length(data)
+    if isinstance(data, tuple):
         return len(data[0]) if data else 0
+    if isinstance(data, list):
+        return sum(len(_pair(batch)[0]) for batch in data)
     return len(data) if isinstance(data, Sized) else None
+
+
+def _loader_length(loader: DataLoader[Any]) -> int | None:
+    """Examples that one pass of a loader yields: what its sampler picks, less a dropped last batch."""
+    if loader.batch_sampler is None or not isinstance(loader.sampler, Sized):
+        return None
+    picked = len(loader.sampler)
+    return picked // loader.batch_size * loader.batch_size if loader.drop_last and loader.batch_size else picked
 
 
 def in_memory(data: Any) -> bool:
     """Whether examples can be picked by index without running a loader."""
-    return isinstance(data, Tensor | np.ndarray | tuple | list)
+    return isinstance(data, Tensor | np.ndarray | tuple)
 
 
 def batches(data: Any, ids: Any = None, size: int = 256, labelled: bool = False) -> Iterator[Batch]:
@@ -80,6 +90,8 @@ def batches(data: Any, ids: Any = None, size: int = 256, labelled: bool = False)
         yield Batch(images, labels, batch_ids)
     if offset == 0:
         raise InputError("expected at least one image, got none")
+    if given is not None and len(given) != offset:
+        raise InputError(f"expected one id per image, got {len(given)} ids for {offset} images")
 
 
 def check_images(images: Any, first: bool = True) -> Tensor:
@@ -143,4 +155,6 @@ def _pair(raw: Any) -> tuple[Any, Any]:
         return raw, None
     if isinstance(raw, tuple | list) and len(raw) == 2:
         return raw[0], raw[1]
-    raise InputError(f"expected batches of images or of (images, labels), got {type(raw).__name__}")
+    raise InputError(
+        f"expected batches of images or of (images, labels), got {type(raw).__name__}; data in memory go in a tuple"
+    )

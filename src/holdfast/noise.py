@@ -81,23 +81,26 @@ class Stream:
         # The seed stays out: whoever learns it knows the noise, and then nothing is certified.
         return f"Stream(role={self.role!r})"
 
-    def _key(self, purpose: str) -> tuple[int, int]:
+    def _words(self, purpose: str) -> tuple[int, int, int, int]:
+        """128 secret bits: the generator's key, and masks for the two words of the example's id."""
         digest = hashlib.sha256(f"holdfast/{purpose}/{self.role}/{self.seed}".encode()).digest()
-        return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+        return tuple(int.from_bytes(digest[at : at + 4], "little") for at in (0, 4, 8, 12))  # type: ignore[return-value]
 
     def gaussian(self, ids: Int[Tensor, " b"], draws: range, shape: tuple[int, ...]) -> Float[Tensor, "b d ..."]:
         """Standard normal noise ``[b, len(draws), *shape]`` in float32 on the device of ``ids``."""
         ids = ids.long()
+        k0, k1, low_mask, high_mask = self._words("gaussian")
         size, blocks = prod(shape), math.ceil(prod(shape) / 4)  # a counter gives four words: two Box-Muller pairs
         position = torch.arange(blocks, device=ids.device)
         draw = torch.arange(draws.start, draws.stop, draws.step, device=ids.device).repeat(len(ids))[:, None]
-        low, high = (part.repeat_interleave(len(draws))[:, None] for part in (ids & _MASK, (ids >> 32) & _MASK))
+        halves = ((ids & _MASK) ^ low_mask, ((ids >> 32) & _MASK) ^ high_mask)
+        low, high = (half.repeat_interleave(len(draws))[:, None] for half in halves)
         out = torch.empty(len(draw), blocks, 4, device=ids.device)
         # On a CPU a few thousand counters at a time, so that the integer words stay in cache.
         rows = max(1, 8192 // blocks) if ids.device.type == "cpu" else max(1, len(draw))
         for at in range(0, len(draw), rows):
             part = slice(at, at + rows)
-            words = philox((position, draw[part], low[part], high[part]), self._key("gaussian"))
+            words = philox((position, draw[part], low[part], high[part]), (k0, k1))
             for pair in (0, 2):
                 radius = _unit(words[pair]).log_().mul_(-2).sqrt_()
                 angle = _unit(words[pair + 1]).mul_(2 * math.pi)
@@ -108,8 +111,9 @@ class Stream:
     def uniform(self, ids: Int[Tensor, " b"], purpose: str) -> Float[Tensor, " b"]:
         """One U(0, 1) number per example, independent of its noise and of every other purpose."""
         ids = ids.long()
+        k0, k1, low_mask, high_mask = self._words(f"uniform/{purpose}")
         zero = torch.zeros_like(ids)
-        words = philox((zero, zero, ids & _MASK, (ids >> 32) & _MASK), self._key(f"uniform/{purpose}"))
+        words = philox((zero, zero, (ids & _MASK) ^ low_mask, ((ids >> 32) & _MASK) ^ high_mask), (k0, k1))
         return _unit(words[0])
 
 

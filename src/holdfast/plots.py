@@ -11,7 +11,7 @@ from torch import Tensor
 from holdfast.errors import InputError
 
 COLORS = ("#0b5d8a", "#c8553d", "#3f7d4e", "#8a5fa8", "#b8860b", "#4b5563", "#d1708f", "#2aa198", "#7c6f57", "#a03060")
-VANILLA, CERTIFIED, UNCERTIFIED = "#c8553d", "#0b5d8a", "#9aa3af"
+VANILLA, CERTIFIED = "#c8553d", "#0b5d8a"
 
 
 def _pyplot() -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +48,8 @@ def noisy_scores(score: Score, kind: str, logits: Tensor, u: Tensor, ptt: PTT | 
     if kind == "ptt":
         assert ptt is not None
         scores = ptt(scores)
+    if scores.isnan().any():
+        raise InputError(f"score {score.name!r} returned NaN; a NaN has no rank, so it carries no guarantee")
     return Draws(scores.transpose(1, 2).contiguous())
 
 
@@ -71,6 +72,7 @@ class Predictor:
         self.calibration, self.holdout = calibration, holdout
         self.classes, self.class_names = classes, class_names
         self.model_fingerprint, self.holdout_size = model_fingerprint, holdout_size
+        self._ptt: dict[tuple[float, str], PTT] = {}
 
     @property
     def guarantee(self) -> Guarantee:
@@ -86,9 +88,19 @@ class Predictor:
         """Model evaluations per query."""
         return max(calibrated.rule.test_draws for calibrated in self.levels.values())
 
-    def ptt(self, alpha: float) -> PTT | None:
+    def ptt(self, alpha: float, device: torch.device | str = "cpu") -> PTT | None:
         """The transform for one alpha: the sigmoid sits at 1 - alpha."""
-        return None if self.holdout is None else PTT(self.holdout, b=1 - alpha)
+        if self.holdout is None:
+            return None
+        key = (alpha, str(device))
+        if key not in self._ptt:
+            self._ptt[key] = PTT(self.holdout, b=1 - alpha).to(device)
+        return self._ptt[key]
+
+    def calibration_draws(self, level: Level) -> Draws:
+        """The calibration points' scores as one level's rule reads them."""
+        ptt = self.ptt(level[0]) if self.levels[level].kind == "ptt" else None
+        return Draws(ptt(self.calibration) if ptt else self.calibration)
 
     def _level(self, alpha: float | None, epsilon: float | None) -> Level:
         first = next(iter(self.levels))
@@ -165,8 +177,7 @@ class Predictor:
             calibrated = self.levels[level]
             key = (calibrated.kind, level[0] if calibrated.kind == "ptt" else 0.0)
             if key not in cache:
-                ptt = self.ptt(level[0])
-                cache[key] = noisy_scores(self.score, calibrated.kind, logits, u, ptt and ptt.to(logits.device))
+                cache[key] = noisy_scores(self.score, calibrated.kind, logits, u, self.ptt(level[0], logits.device))
             rule = calibrated.rule
             masks[level] = rule.decide(cache[key].first(rule.test_draws), calibrated.threshold, v)
         return masks
@@ -180,6 +191,7 @@ class Predictor:
     def __repr__(self) -> str:
         lines = [f"Predictor over {self.classes} classes, score {self.score.name}, {self.draws} draws per query"]
         for level, calibrated in self.levels.items():
-            state = "every set is the full label set" if math.isinf(calibrated.threshold) else "ready"
+            full = calibrated.rule.always_full(calibrated.threshold)
+            state = "every set is the full label set" if full else "ready"
             lines.append(f"  {self.guarantee_for(*level)}  [{state}]")
         return "\n".join(lines)

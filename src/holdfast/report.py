@@ -133,8 +133,8 @@ def audit_section(audit: Audit) -> Section:
         "Every predictor met the same images, clean and attacked. The attacker knows the model, the noise level and the "
         "thresholds, but not the noise that the defender draws.",
         audit_table(audit),
-        note="The p-value is the probability of covering this few images or fewer if the promise held, by the beta-binomial "
-        "law that includes the luck of the calibration draw; below 0.001 a promise counts as violated.",
+        note="The p-value is the probability of covering this few images or fewer if the promise held, by the law that "
+        "includes the luck of the calibration draw; below 0.001 a promise counts as violated.",
     )
 
 

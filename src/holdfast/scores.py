@@ -128,8 +128,8 @@ class Score(ABC):
         return self(logits, u)
 
     def config(self) -> dict[str, Any]:
-        """What a saved predictor needs to build the same score again."""
-        return {"name": self.name}
+        """What a saved predictor needs to build the same score again; scores of your own are code and not saved."""
+        return {"name": self.name, "custom": True}
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,9 @@ class HPS(Score):
     """:func:`hps`, ordered by :func:`log_odds`."""
 
     name = "hps"
+
+    def config(self) -> dict[str, Any]:
+        return {"name": self.name}
 
     def __call__(self, logits: Tensor, u: Tensor | float = 0.0) -> Tensor:
         return hps(logits)
@@ -151,6 +154,9 @@ class APS(Score):
 
     name = "aps"
     randomized = True
+
+    def config(self) -> dict[str, Any]:
+        return {"name": self.name}
 
     def __call__(self, logits: Tensor, u: Tensor | float) -> Tensor:
         return aps(logits, u)
@@ -190,7 +196,10 @@ class CustomScore(Score):
         self.function = function
         self.name = name or getattr(function, "__name__", type(function).__name__)
         self.bounded = bounded
-        parameters = inspect.signature(function).parameters.values()
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except ValueError:  # builtins do not say; logits alone is what they can take
+            parameters = inspect.signature(lambda logits: logits).parameters.values()
         positional = [
             p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
         ]
@@ -205,7 +214,7 @@ class CustomScore(Score):
         return scores
 
     def config(self) -> dict[str, Any]:
-        return {"name": self.name, "custom": True, "bounded": self.bounded}
+        return {"name": self.name, "custom": True}
 
 
 SCORES: dict[str, Callable[..., Score]] = {"hps": HPS, "aps": APS, "raps": RAPS}

@@ -49,7 +49,10 @@ class PredictionSets:
     def __iter__(self) -> Iterator[list[str] | list[int]]:
         yield from self.labels()
 
-    def __getitem__(self, index: Tensor | slice) -> PredictionSets:
+    def __getitem__(self, index: int | Tensor | slice) -> PredictionSets:
+        """Some of the sets; an integer gives one, still as :class:`PredictionSets`."""
+        if isinstance(index, int):
+            index = slice(index, index + 1 or None)
         return PredictionSets(self.mask[index], self.guarantee, self.class_names)
 
     def __repr__(self) -> str:

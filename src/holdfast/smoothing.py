@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,14 +48,16 @@ def evaluation_mode(model: Classifier) -> Iterator[None]:
             module.training = True
 
 
-def fingerprint(model: Classifier) -> str | None:
-    """SHA-256 of a module's state dict: names, dtypes, shapes and bytes. None for a plain callable.
+def fingerprint(model: Classifier | str | Path) -> str | None:
+    """SHA-256 of a module's state dict (names, dtypes, shapes and bytes) or of a model file. None for a plain callable.
 
     Example:
         >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
         >>> fingerprint(a) == fingerprint(a), fingerprint(a) == fingerprint(b)
         (True, False)
     """
+    if isinstance(model, str | Path):
+        return hashlib.sha256(Path(model).read_bytes()).hexdigest()
     if not isinstance(model, nn.Module):
         return None
     digest = hashlib.sha256()
@@ -133,8 +136,8 @@ class Smoother:
         """Noisy logits of any data, chunk by chunk: memory does not grow with the number of images."""
         total = length(data)
         with evaluation_mode(self.model), Bar("smoothing", total, self.progress) as bar:
-            for batch in batches(data, ids, labelled=labelled):
-                per_chunk = self._images_per_chunk(batch.images, draws)
+            for batch in batches(data, ids, size=max(256, self.most_rows // draws), labelled=labelled):
+                per_chunk = self.images_per_chunk(batch.images, draws)
                 for at in range(0, len(batch), per_chunk):
                     part = batch[at : at + per_chunk]
                     with torch.inference_mode():
@@ -156,15 +159,20 @@ class Smoother:
         """
         return torch.cat([reduction(batch, logits).cpu() for batch, logits in self.stream(data, draws, stream, ids)])
 
+    @property
+    def most_rows(self) -> int:
+        """Never more noisy images than this in one forward pass."""
+        return self.batch_size or (4096 if self.device.type == "cpu" else 16384)
+
     def _rows(self, images: Tensor) -> int:
         """Noisy images per forward pass."""
         if self.batch_size is not None:
             return self.batch_size
-        pixels = max(1, images[0].numel())
-        budget, most = (2**21, 4096) if self.device.type == "cpu" else (2**26, 16384)
-        return max(16, min(most, budget // pixels))
+        budget = 2**21 if self.device.type == "cpu" else 2**26
+        return max(16, min(self.most_rows, budget // max(1, images[0].numel())))
 
-    def _images_per_chunk(self, images: Tensor, draws: int) -> int:
+    def images_per_chunk(self, images: Tensor, draws: int) -> int:
+        """Images whose noisy copies fit into one forward pass; at least one."""
         return max(1, self._rows(images) // draws)
 
     def _chunk(self, images: Tensor, ids: Tensor, draws: int, stream: Stream) -> Tensor:
@@ -172,6 +180,8 @@ class Smoother:
             raise InputError(f"expected at least 1 draw, got {draws}")
         images = images.to(self.device, torch.float32, non_blocking=True)
         ids = ids.to(self.device, non_blocking=True)
+        if self.sigma == 0:  # every draw is the same
+            return self._finite(self._forward_all(images, ids, 1, stream, self._rows(images), 1)).expand(-1, draws, -1)
         while True:
             rows = self._rows(images)
             try:
@@ -182,6 +192,10 @@ class Smoother:
                     raise
                 self.batch_size = rows // 2
                 torch.cuda.empty_cache()
+        return self._finite(out)
+
+    @staticmethod
+    def _finite(out: Tensor) -> Tensor:
         if not out.isfinite().all():
             raise InputError("the model returned NaN or infinite logits under noise; no guarantee survives that")
         return out

@@ -55,11 +55,13 @@ class PTT:
         holdout: sorted scores of the holdout's true labels, **one** noisy draw each.
         b: centre of the sigmoid, 1 - alpha.
         T: its temperature; small is steep.
+        ties: ``upper`` counts tied holdout scores as below; ``random`` breaks ties at random, per draw, as the paper does.
     """
 
     holdout: Float[Tensor, " m"]
     b: float = 0.9
     T: float = 1 / 400
+    ties: str = "upper"
     table: Float[Tensor, " m1"] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -67,6 +69,8 @@ class PTT:
             raise InputError(f"expected a vector of holdout scores, got shape {tuple(self.holdout.shape)}")
         if not self.holdout.isfinite().all():
             raise InputError("holdout scores contain NaN or infinity; check the model's logits on the holdout")
+        if self.ties not in ("upper", "random"):
+            raise InputError(f"expected ties 'upper' or 'random', got {self.ties!r}")
         if not self.T > 0:
             raise InputError(f"expected a temperature T > 0, got {self.T}")
         m = len(self.holdout)
@@ -85,7 +89,12 @@ class PTT:
         return cls(holdout.sort().values, b=1 - alpha, T=T)
 
     def __call__(self, scores: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        if self.ties == "random":
+            return self.table[(random_rank(scores, self.holdout) * len(self.holdout)).round().long()]
         return self.table[torch.searchsorted(self.holdout, scores.contiguous(), right=True)]
 
     def to(self, device: torch.device | str) -> PTT:
-        return PTT(self.holdout.to(device), self.b, self.T)
+        """The same table elsewhere: moved, not computed again, so that every device maps scores to the same numbers."""
+        moved = PTT(self.holdout.to(device), self.b, self.T, self.ties)
+        object.__setattr__(moved, "table", self.table.to(device))
+        return moved

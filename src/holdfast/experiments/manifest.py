@@ -37,10 +37,13 @@ def manifest(command: str, config: dict[str, Any], seconds: float) -> dict[str, 
 
 def _commit() -> str | None:
     try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False)
+        found = subprocess.run(
+            ["git", "rev-parse", "--verify", "HEAD"],
+            capture_output=True, text=True, timeout=10, check=False, cwd=Path(__file__).parent,
+        )  # fmt: skip
     except OSError:
         return None
-    return found.stdout.strip() or None
+    return found.stdout.strip() if found.returncode == 0 else None
 
 
 def write_results(path: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from holdfast.bounds import gaussian_shift, hoeffding
+from holdfast.conformal import Guarantee
 from holdfast.draws import Draws
+from holdfast.errors import InputError
 from holdfast.methods import Setting
 from holdfast.methods.exact import RCP1, Exact, ExactAsymmetric
 from holdfast.tuning import Holdout
@@ -49,13 +51,18 @@ def make_plan(
     holdout: Holdout | None = None,
 ) -> list[Plan]:  # fmt: skip
     """The best exact rules for these draws, RCP1, and what RSCP+ would pay for Monte Carlo error."""
+    for method in ("exact", "rscp_plus_hoeffding"):  # impossible promises are refused before anything is solved
+        Guarantee(method, True, alpha, epsilon, sigma, draws, n, calibration_draws, beta)
     cal = max(calibration_draws, draws)
+    if holdout is not None:
+        cal = min(cal, holdout.draws.count)
+        if draws > cal:
+            raise InputError(f"the holdout has {cal} draws per image, fewer than the {draws} asked for")
     holdout = holdout or reference_holdout(draws=cal)
     classes = holdout.draws.values.shape[1]
     plans = []
     for calibration in dict.fromkeys((draws, cal)):
         rule = Exact.fit(Setting(alpha, epsilon, sigma, draws, n, classes, calibration), holdout)
-        rule.guarantee()
         words = f"at most {rule.kappa} of {draws} draws above t, the quantile of the draw ranked {rule.c + 1} of {calibration}"
         size = rule.estimated_size(holdout)
         plans.append(Plan("exact", draws, calibration, rule.c, rule.kappa, rule.level, size, words))

@@ -27,6 +27,6 @@ class RememberingSmoother(Smoother):
             self._seen[key] = known
         return known[:, :draws].to(self.device)
 
-    def _images_per_chunk(self, images: Tensor, draws: int) -> int:  # noqa: ARG002
+    def images_per_chunk(self, images: Tensor, draws: int) -> int:  # noqa: ARG002
         # Independent of the number of draws, or nothing would be found again.
         return len(images)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ class AuditRequest:
     weights: Path | None = None
     data: str = "digits"
     data_dir: Path | None = None
-    predictor: Path | None = None
+    predictor: Path | None = None  # audited instead of freshly calibrated methods
     sigma: float = 0.5
     epsilon: float = 0.5
     alpha: float = 0.1
@@ -43,7 +42,7 @@ class AuditRequest:
     draws: int = 16
     mean_draws: int = 256
     images: int = 250
-    radii: tuple[float, ...] = (0.5,)
+    radii: tuple[float, ...] | None = None
     steps: int = 20
     attack_draws: int = 32
     restarts: int = 1
@@ -59,8 +58,8 @@ def run_audit(request: AuditRequest, say: Callable[[str], None] = print) -> Audi
     if request.model == "small-cnn" and request.weights is None:
         model, data = _trained(request, data, say)
     if request.predictor is not None:
-        predictors = {request.predictor.stem: load(request.predictor, model)}
-        test = data
+        predictors = {request.predictor.stem: load(request.predictor, model, device=request.device)}
+        (test,) = data.split(-1, seed=request.seed)  # files are often sorted by class; a prefix of them is no sample
     else:
         predictors, test = _calibrated(request, model, data, say)
     test = test[: request.images]
@@ -98,7 +97,7 @@ def _calibrated(
             method=name, score=request.score, draws=draws, holdout=None if name in ("cp", "rcp1") else holdout.pair,
             class_names=data.class_names, seed=request.seed + 1, device=request.device,
         )  # fmt: skip
-        predictors[f"{predictor.guarantee.method} ({predictor.draws})"] = predictor
+        predictors[f"{name} ({predictor.draws})"] = predictor
     return predictors, test
 
 
@@ -122,12 +121,14 @@ def summary_rows(audit: Audit, radius: float) -> list[dict[str, Any]]:
     return rows
 
 
-def write_audit(request: AuditRequest, audit: Audit, folder: Path) -> Path:
+def write_audit(request: AuditRequest, audit: Audit, folder: Path, seconds: float) -> Path:
     """``audit.html`` and ``audit.json``; returns the page."""
     from holdfast import plots
     from holdfast.report import Figure, Page, Section, audit_examples, audit_section, hardware, methods_table
 
-    radius = request.epsilon if request.epsilon in request.radii else max(request.radii)
+    first = audit.rows[0]  # a saved predictor brings its own alpha and epsilon
+    radii = sorted({row.radius for row in audit.rows if row.radius > 0})
+    radius = first.epsilon if first.epsilon in radii else radii[-1]
     rows = summary_rows(audit, radius)
     page = Page(
         "Audit: promises under attack",
@@ -135,9 +136,9 @@ def write_audit(request: AuditRequest, audit: Audit, folder: Path) -> Path:
         f"seed {request.seed}, {hardware()}",
     )
     figures = [
-        Figure(plots.svg(plots.clean_and_attacked(rows, request.alpha)), f"Clean and attacked within L2 {radius:g}.")
+        Figure(plots.svg(plots.clean_and_attacked(rows, first.alpha)), f"Clean and attacked within L2 {radius:g}.")
     ]
-    if len(request.radii) > 1:
+    if len(radii) > 1:
         curves = {
             row["name"]: sorted(
                 (r, min(a.coverage["mean"] for a in audit.rows if a.name == row["name"] and a.radius == r))
@@ -147,7 +148,7 @@ def write_audit(request: AuditRequest, audit: Audit, folder: Path) -> Path:
         }
         certified = {row["name"]: row["certified"] for row in rows}
         figures.append(
-            Figure(plots.svg(plots.coverage_curves(curves, request.alpha, certified)), "Coverage by attack radius.")
+            Figure(plots.svg(plots.coverage_curves(curves, first.alpha, certified)), "Coverage by attack radius.")
         )
     page.sections.append(Section("Clean and attacked", "", methods_table(rows), figures))
     page.sections.append(audit_section(audit))
@@ -156,11 +157,8 @@ def write_audit(request: AuditRequest, audit: Audit, folder: Path) -> Path:
     shown = audit_examples(audit, weakest, kept[-1], radius) if kept and kept[-1] != weakest else None
     if shown:
         page.sections.append(shown)
-    facts = manifest(
-        "holdfast audit",
-        {k: str(v) if isinstance(v, Path) else v for k, v in asdict(request).items()},
-        time.process_time(),
-    )
+    config = {key: value.name if isinstance(value, Path) else value for key, value in asdict(request).items()}
+    facts = manifest("holdfast audit", config, seconds)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "audit.json", json.dumps({**audit.to_dict(), "manifest": facts}, indent=1).encode())
     return page.write(folder / "audit.html")

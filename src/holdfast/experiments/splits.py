@@ -109,6 +109,8 @@ class _Scored:
         for at in range(0, n, step):
             part = slice(at, at + step)
             out[part] = function(self.logits[part].float(), self.u[part, None]).transpose(1, 2)
+        if out.isnan().any():
+            raise InputError(f"score {self.score.name!r} returned NaN; a NaN has no rank, so it carries no guarantee")
         return Draws(out)
 
     def fit(self, holdout: Tensor) -> None:
@@ -200,7 +202,7 @@ def evaluate_methods(
     """Every method on the same splits of the same noisy logits.
 
     Methods that only compare scores run without PTT when both transforms are asked for: a monotone map cannot shrink
-    their sets. ``exact_asymmetric`` calibrates on all draws there are unless ``calibration_draws`` says otherwise.
+    their sets. Methods that need more draws than asked for are left out. ``exact_asymmetric`` calibrates on all draws there are unless ``calibration_draws`` says otherwise.
     """
     logits, labels = check_logits(logits, labels)
     n, available, classes = logits.shape
@@ -224,7 +226,8 @@ def evaluate_methods(
         runner(name, transform)
         for name in methods
         for transform in transforms
-        if transform == "none" or not get_method(name).compares_only or len(transforms) == 1
+        if (transform == "none" or not get_method(name).compares_only or len(transforms) == 1)
+        and (draws >= get_method(name).least_draws or len(methods) == 1)
     ]
     for index, split in enumerate(random_splits(n, splits, holdout, seed, redraw_holdout)):
         if index == 0 or redraw_holdout:

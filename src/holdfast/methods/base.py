@@ -5,6 +5,7 @@ fit on the holdout -> calibration statistic -> threshold -> test statistic <= th
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -13,7 +14,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from holdfast.conformal import Guarantee
+from holdfast.bounds import covered_at_most
+from holdfast.conformal import Guarantee, conformal_rank, exact_level
 from holdfast.draws import Draws
 from holdfast.errors import InputError
 from holdfast.tuning import Holdout
@@ -52,6 +54,9 @@ class Method(ABC):
         compares_only: uses only the order of scores, so :meth:`Score.order` serves it and PTT cannot help it.
         uses_holdout: looks at the holdout; methods that do not may add it to their calibration points.
         pays_beta: spends the Monte Carlo budget beta.
+        draw_rule: ``free``, ``same`` (calibration and test draws must agree for the statistics to be exchangeable) or
+            ``one``.
+        least_draws: draws per query without which the method is undefined.
     """
 
     setting: Setting
@@ -61,20 +66,29 @@ class Method(ABC):
     compares_only: ClassVar[bool] = False
     uses_holdout: ClassVar[bool] = False
     pays_beta: ClassVar[bool] = False
+    draw_rule: ClassVar[str] = "free"
+    least_draws: ClassVar[int] = 1
 
     @classmethod
     def fit(cls, setting: Setting, holdout: Holdout | None = None) -> Method:
         """Choose whatever the method may choose, on the holdout alone."""
         return cls(setting)
 
+    @classmethod
+    def draws_used(cls, draws: int, calibration_draws: int) -> tuple[int, int]:
+        """Model evaluations per query and per calibration point, of those asked for."""
+        if draws < cls.least_draws:
+            raise InputError(f"{cls.name} needs at least {cls.least_draws} draws per query, got {draws}")
+        return {"free": (draws, calibration_draws), "same": (draws, draws), "one": (1, 1)}[cls.draw_rule]
+
     @property
     def test_draws(self) -> int:
         """Model evaluations per query that this method really uses."""
-        return self.setting.draws
+        return self.draws_used(self.setting.draws, self.setting.cal_draws)[0]
 
     @property
     def calibration_draws(self) -> int:
-        return self.setting.cal_draws
+        return self.draws_used(self.setting.draws, self.setting.cal_draws)[1]
 
     @abstractmethod
     def calibration_statistic(self, true: Draws) -> Tensor:
@@ -91,6 +105,18 @@ class Method(ABC):
     def decide(self, draws: Draws, threshold: float, v: Tensor | None = None) -> Bool[Tensor, "n k"]:
         """The prediction sets."""
         return self.test_statistic(draws, v) <= threshold
+
+    def always_full(self, threshold: float) -> bool:
+        """Whether this threshold keeps every label, whatever the query."""
+        return threshold == math.inf
+
+    def p_value(self, covered: int, m: int, true: Draws, threshold: float) -> float:
+        """Probability of covering at most this many of m queries if coverage is as promised, calibration luck included.
+
+        The beta-binomial law of a conformal quantile at alpha; exact for split conformal prediction.
+        """
+        n = self.setting.n
+        return covered_at_most(covered, m, n, conformal_rank(n, exact_level(self.setting.alpha)))
 
     def estimated_size(self, holdout: Holdout) -> float:
         """Mean set size to expect, from the holdout alone (its own points serve as calibration points)."""

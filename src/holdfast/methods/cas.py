@@ -45,6 +45,10 @@ class CAS(Method):
         )
         return math.inf if p_star <= 0 else -p_star
 
+    def always_full(self, threshold: float) -> bool:
+        least = gaussian_shift(min(dkw(self.test_draws, self._level), 1.0), self.setting.r)
+        return threshold >= -least
+
     def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
         """Minus the upper bound, so that small means that the label fits."""
         ascending = 1 - self._unit_interval(draws).ascending.flip(-1)

@@ -15,14 +15,7 @@ class SplitCP(Method):
     name = "cp"
     certified = False
     compares_only = True
-
-    @property
-    def test_draws(self) -> int:
-        return 1
-
-    @property
-    def calibration_draws(self) -> int:
-        return 1
+    draw_rule = "one"
 
     def calibration_statistic(self, true: Draws) -> Tensor:
         return true.values[..., 0]
@@ -39,6 +32,7 @@ class SmoothedCP(Method):
 
     name = "cp_smoothed"
     certified = False
+    draw_rule = "same"
 
     def calibration_statistic(self, true: Draws) -> Tensor:
         return true.mean

@@ -18,8 +18,8 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from holdfast.bounds import gaussian_shift, hull_level, hull_levels, majorant
-from holdfast.conformal import conformal_quantile, exact_level
+from holdfast.bounds import covered_at_most_given, gaussian_shift, hull_curve, hull_level, hull_levels, majorant
+from holdfast.conformal import conformal_quantile, conformal_rank, exact_level
 from holdfast.draws import Draws
 from holdfast.errors import InputError
 from holdfast.methods.base import Method, Setting
@@ -92,6 +92,18 @@ class Exact(CountRule):
     def threshold(self, statistic: Tensor) -> float:
         return conformal_quantile(statistic, Fraction(self.level))
 
+    def p_value(self, covered: int, m: int, true: Draws, threshold: float) -> float:
+        """Given t, P[Z > t] is Beta distributed around alpha', and a query is missed with probability at most H of it."""
+        n = self.setting.n
+        rank = conformal_rank(n, Fraction(self.level))
+        if rank > n:
+            return 1.0 if covered >= m else 0.0
+        rule = (self.calibration_draws, self.c, self.test_draws, self.kappa, self.setting.r, self.gamma)
+        corners = hull_curve(*rule)
+        return covered_at_most_given(
+            covered, m, float(n + 1 - rank), float(rank), lambda missed: np.interp(missed, *corners)
+        )
+
 
 @dataclass(frozen=True)
 class ExactAsymmetric(CountRule):
@@ -131,6 +143,17 @@ class ExactAsymmetric(CountRule):
         n = self.setting.n
         return (n * law @ np.array(self.g) + self.g[-1]) / (n + 1) - self.setting.alpha
 
+    def p_value(self, covered: int, m: int, true: Draws, threshold: float) -> float:
+        """Given t, a query is missed with probability at most E g(count(t)): mean alpha, spread that of g over n points.
+
+        Approximate: a Beta variable with that mean and variance stands in for it.
+        """
+        alpha, n = self.setting.alpha, self.setting.n
+        g = torch.tensor(self.g, dtype=torch.float64)[true.above(threshold).cpu()]
+        variance = max(float(g.var(correction=0)), alpha * (1 - alpha)) / (n + 1)
+        precision = max(alpha * (1 - alpha) / variance - 1, 1.0)
+        return covered_at_most_given(covered, m, alpha * precision, (1 - alpha) * precision, lambda missed: missed)
+
     @property
     def _rises(self) -> tuple[ndarray, ndarray]:
         """The counts at which g rises, and by how much."""
@@ -160,18 +183,11 @@ class RCP1(Exact):
 
     name = "rcp1"
     uses_holdout = False
+    draw_rule = "one"
 
     @property
     def level(self) -> float:
         return float(gaussian_shift(self.setting.alpha, -self.setting.r)) * (1 - 1e-9)
-
-    @property
-    def test_draws(self) -> int:
-        return 1
-
-    @property
-    def calibration_draws(self) -> int:
-        return 1
 
     @classmethod
     def fit(cls, setting: Setting, holdout: Holdout | None = None, randomize: bool = False) -> RCP1:

@@ -20,6 +20,7 @@ class RSCP(Method):
 
     name = "rscp"
     certified = False
+    draw_rule = "same"
 
     def calibration_statistic(self, true: Draws) -> Tensor:
         return self._unit_interval(true).mean
@@ -27,6 +28,9 @@ class RSCP(Method):
     def threshold(self, statistic: Tensor) -> float:
         tau = conformal_quantile(statistic, self.setting.alpha)
         return tau if math.isinf(tau) else float(gaussian_shift(min(tau, 1.0), self.setting.r))
+
+    def always_full(self, threshold: float) -> bool:
+        return threshold >= 1
 
     def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
         return self._unit_interval(draws).mean
@@ -53,6 +57,9 @@ class RSCPPlusHoeffding(Method):
         clean = hoeffding(self.calibration_draws, self.setting.beta)
         return float(gaussian_shift(min(tau + clean, 1.0), self.setting.r))
 
+    def always_full(self, threshold: float) -> bool:
+        return threshold >= 1 - hoeffding(self.test_draws, self.setting.beta)
+
     def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
         return self._unit_interval(draws).mean - hoeffding(draws.count, self.setting.beta)
 
@@ -61,6 +68,10 @@ class RSCPPlusBernstein(RSCPPlusHoeffding):
     """RSCP+ with the empirical Bernstein radius of that very image and label on the test side."""
 
     name = "rscp_plus_bernstein"
+    least_draws = 2
+
+    def always_full(self, threshold: float) -> bool:
+        return threshold >= 1 - bernstein(0.0, self.test_draws, self.setting.beta)
 
     def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
         self._unit_interval(draws)
