@@ -27,7 +27,7 @@ from holdfast.errors import HoldfastWarning, InputError
 from holdfast.methods import METHODS, Setting
 from holdfast.predictor import Calibrated, Level, Predictor
 from holdfast.progress import Report
-from holdfast.scores import SCORES, Score, get_score
+from holdfast.scores import SCORES, CustomScore, Score, get_score
 from holdfast.smoothing import Classifier, Smoother
 from holdfast.smoothing import fingerprint as fingerprint_of
 from holdfast.transforms import PTT
@@ -40,10 +40,21 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes()).hexdigest()
 
 
+def make_folder(path: Path) -> Path:
+    """Create a folder for output, or say why not."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot create the folder {path} ({error.strerror}); choose another place") from None
+    return path
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write beside the target, then rename: a reader sees the old file or the new one, never half of one."""
     if not path.parent.is_dir():
         raise InputError(f"no folder {path.parent} to write {path.name} into; create it first")
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give the name of a file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)
@@ -121,7 +132,7 @@ def _score(config: dict[str, Any], given: str | Score | Callable[..., Tensor] | 
             f"this predictor uses the custom score {config['name']!r}; pass it: load(path, model, score=...)"
         )
     else:
-        score = given = get_score(given)
+        score = given = get_score(given) if isinstance(given, str | Score) else CustomScore(given, config["name"])
     if given.config() != config:
         raise InputError(f"this predictor was calibrated with score {config}, not {given.config()}")
     return score

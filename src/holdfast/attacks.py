@@ -70,6 +70,8 @@ class NoisyModel:
     def __post_init__(self) -> None:
         if self.stream.role != "attack":
             raise InputError(f"the attacker's noise must be its own: expected role 'attack', got {self.stream.role!r}")
+        if self.draws < 1:
+            raise InputError(f"expected at least 1 attacker draw, got {self.draws}")
 
     @property
     def rows(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -35,7 +35,7 @@ def calibrate(
     epsilon: float | Sequence[float],
     sigma: float | None = None,
     alpha: float | Sequence[float] = 0.1,
-    score: str | Score = "hps",
+    score: str | Score | Callable[..., Tensor] = "hps",
     method: str = "auto",
     draws: int = 16,
     calibration_draws: int | None = None,
@@ -104,7 +104,7 @@ def calibrate(
     elif isinstance(model, Sequence):
         if sigma is not None:
             raise InputError("give either sigma or several (sigma, model) pairs, not both")
-        if not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in model):
+        if len(model) == 0 or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in model):
             raise InputError("expected (sigma, model) pairs, for instance [(0.25, a), (0.5, b)]")
         smoothers = [Smoother(m, float(s), **options) for s, m in model]
         if len(smoothers) > 1 and not in_memory(data) and (holdout is None or isinstance(holdout, int)):

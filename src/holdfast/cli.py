@@ -307,12 +307,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except typer.Exit as stop:
         return stop.exit_code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         err.print("stopped")
         return 130
     except Exception as error:
         message = getattr(error, "format_message", None)
-        if message:  # a usage error of the command line itself
+        if message is None:
+            raise
+        if message():  # a usage error of the command line itself; without a message it has shown its help
             err.print(f"error: {message()}", style="red", highlight=False, markup=False, soft_wrap=True)
-            return 2
-        raise
+        return 2

@@ -50,8 +50,8 @@ def _loader_length(loader: DataLoader[Any]) -> int | None:
 
 
 def in_memory(data: Any) -> bool:
-    """Whether examples can be picked by index without running a loader."""
-    return isinstance(data, Tensor | np.ndarray | tuple)
+    """Whether the examples can be read again in the same order."""
+    return isinstance(data, Tensor | np.ndarray | tuple | list)
 
 
 def batches(data: Any, ids: Any = None, size: int = 256, labelled: bool = False) -> Iterator[Batch]:

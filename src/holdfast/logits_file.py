@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,7 @@ def read_arrays(path: str | Path, *names: str) -> tuple[Tensor, ...]:
             with safe_open(path, framework="pt") as file:
                 present = list(file.keys())
                 found = {name: file.get_tensor(name) for name in names if name in present}
-    except (SafetensorError, ValueError, OSError, TypeError) as error:
+    except (SafetensorError, ValueError, OSError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise InputError(f"{path} is not a readable safetensors or npz file ({error})") from None
     missing = [name for name in names if name not in found]
     if missing:

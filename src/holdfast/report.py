@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from holdfast.artifact import write_atomically
+from holdfast.artifact import make_folder, write_atomically
 from holdfast.audit import Audit
 from holdfast.errors import InputError
 
@@ -71,7 +71,7 @@ class Page:
         return template.render(title=self.title, subtitle=self.subtitle, guarantee=self.guarantee, sections=sections)
 
     def write(self, path: Path) -> Path:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_atomically(path, self.html().encode())
         return path
 

@@ -134,6 +134,8 @@ class Smoother:
         self, data: Any, draws: int, stream: Stream, ids: Any = None, labelled: bool = False
     ) -> Iterator[tuple[Batch, Float[Tensor, "b draws k"]]]:
         """Noisy logits of any data, chunk by chunk: memory does not grow with the number of images."""
+        if draws < 1:
+            raise InputError(f"expected at least 1 draw, got {draws}")
         total = length(data)
         with evaluation_mode(self.model), Bar("smoothing", total, self.progress) as bar:
             for batch in batches(data, ids, size=max(256, self.most_rows // draws), labelled=labelled):

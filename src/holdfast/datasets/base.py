@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from holdfast.errors import InputError
+
 
 @dataclass(frozen=True)
 class Labelled:
@@ -33,5 +35,9 @@ class Labelled:
         """Random disjoint parts of the given sizes; the last may be -1 for the rest."""
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         last = len(self) - sum(sizes[:-1]) if sizes[-1] == -1 else sizes[-1]
+        if min(*sizes[:-1], last, 0) < 0 or sum(sizes[:-1]) + last > len(self):
+            raise InputError(
+                f"cannot split {len(self)} examples of {self.name} into parts of {', '.join(map(str, sizes))}"
+            )
         parts = order[: sum(sizes[:-1]) + last].split([*sizes[:-1], last])
         return tuple(self[part] for part in parts)

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 from holdfast import plots
-from holdfast.artifact import write_atomically
+from holdfast.artifact import make_folder, write_atomically
 from holdfast.experiments.demo import ALPHA, ATTACKED, ENTRIES, EPSILON, RADII, SIGMA, DemoResult
 from holdfast.report import Figure, Page, Section, audit_examples, audit_section, hardware, methods_table
 
 
 def write_report(result: DemoResult, folder: Path) -> Path:
     """Write ``report.html``, ``results.json`` and the predictor; returns the page."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     best = result.predictors["exact, 16 draws"]
     rows = result.rows()
     certified = {name: predictor.guarantee.certified for name, predictor in result.predictors.items()}

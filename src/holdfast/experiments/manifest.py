@@ -13,7 +13,7 @@ import numpy
 import scipy
 import torch
 
-from holdfast.artifact import write_atomically
+from holdfast.artifact import make_folder, write_atomically
 
 
 def manifest(command: str, config: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -48,5 +48,5 @@ def _commit() -> str | None:
 
 def write_results(path: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
     """Rows and manifest as one small JSON file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     write_atomically(path, (json.dumps({"manifest": about, "rows": rows}, indent=1) + "\n").encode())

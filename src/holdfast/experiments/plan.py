@@ -51,8 +51,8 @@ def make_plan(
     holdout: Holdout | None = None,
 ) -> list[Plan]:  # fmt: skip
     """The best exact rules for these draws, RCP1, and what RSCP+ would pay for Monte Carlo error."""
-    for method in ("exact", "rscp_plus_hoeffding"):  # impossible promises are refused before anything is solved
-        Guarantee(method, True, alpha, epsilon, sigma, draws, n, calibration_draws, beta)
+    for method, budget in (("exact", None), ("rscp_plus_hoeffding", beta)):  # refused before anything is solved
+        Guarantee(method, True, alpha, epsilon, sigma, draws, n, calibration_draws, budget)
     cal = max(calibration_draws, draws)
     if holdout is not None:
         cal = min(cal, holdout.draws.count)

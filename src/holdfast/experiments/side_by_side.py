@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.artifact import load, write_atomically
+from holdfast.artifact import load, make_folder, write_atomically
 from holdfast.audit import Audit
 from holdfast.audit import audit as attack_predictors
 from holdfast.calibration import calibrate
@@ -121,7 +121,7 @@ def summary_rows(audit: Audit, radius: float) -> list[dict[str, Any]]:
     return rows
 
 
-def write_audit(request: AuditRequest, audit: Audit, folder: Path, seconds: float) -> Path:
+def write_audit(request: AuditRequest, audit: Audit, folder: Path, seconds: float = 0.0) -> Path:
     """``audit.html`` and ``audit.json``; returns the page."""
     from holdfast import plots
     from holdfast.report import Figure, Page, Section, audit_examples, audit_section, hardware, methods_table
@@ -159,6 +159,6 @@ def write_audit(request: AuditRequest, audit: Audit, folder: Path, seconds: floa
         page.sections.append(shown)
     config = {key: value.name if isinstance(value, Path) else value for key, value in asdict(request).items()}
     facts = manifest("holdfast audit", config, seconds)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_atomically(folder / "audit.json", json.dumps({**audit.to_dict(), "manifest": facts}, indent=1).encode())
     return page.write(folder / "audit.html")

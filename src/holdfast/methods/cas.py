@@ -47,7 +47,7 @@ class CAS(Method):
 
     def always_full(self, threshold: float) -> bool:
         least = gaussian_shift(min(dkw(self.test_draws, self._level), 1.0), self.setting.r)
-        return threshold >= -least
+        return bool(threshold >= -least)
 
     def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
         """Minus the upper bound, so that small means that the label fits."""

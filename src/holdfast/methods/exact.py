@@ -53,6 +53,8 @@ class CountRule(Method):
 
     def estimated_size(self, holdout: Holdout) -> float:
         fits = self.holdout_risk(holdout.count_law(self.calibration_draws)) <= 0
+        if not fits.any():
+            return float(self.setting.classes)
         return float(holdout.size(self.test_draws, self.kappa, self.gamma)[fits.argmax()])
 
 
@@ -84,6 +86,8 @@ class Exact(CountRule):
         return cls(setting, kappa=kappa, gamma=gamma, c=c)
 
     def holdout_risk(self, law: ndarray) -> ndarray:
+        if conformal_rank(self.setting.n, Fraction(self.level)) > self.setting.n:
+            return np.ones(len(law))  # no finite threshold will do
         return law[:, self.c + 1 :].sum(axis=1) - self.level
 
     def calibration_statistic(self, true: Draws) -> Tensor:

@@ -71,7 +71,7 @@ class RSCPPlusBernstein(RSCPPlusHoeffding):
     least_draws = 2
 
     def always_full(self, threshold: float) -> bool:
-        return threshold >= 1 - bernstein(0.0, self.test_draws, self.setting.beta)
+        return bool(threshold >= 1 - bernstein(0.0, self.test_draws, self.setting.beta))
 
     def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
         self._unit_interval(draws)

@@ -29,7 +29,8 @@ def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
             else torch.load(path, map_location="cpu", weights_only=True)
         )
     except (SafetensorError, OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
-        raise InputError(f"{path} is not a readable checkpoint ({str(error).splitlines()[0]})") from None
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{path} is not a readable checkpoint ({reason})") from None
     except Exception as error:  # a pickle that asks for more than tensors
         raise InputError(
             f"{path} holds more than tensors and is refused; save its state dict as safetensors ({type(error).__name__})"
@@ -38,8 +39,10 @@ def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
         state = state["state_dict"]
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise InputError(f"{path} holds no state dict of tensors")
-    given = {_plain(name): value for name, value in state.items()}
     own = model.state_dict()
+    # Prefixes are stripped only where that helps: a plain nn.Sequential has a layer called "1." of its own.
+    plain = {_plain(name): value for name, value in state.items()}
+    given = state if len(set(state) - set(own)) <= len(set(plain) - set(own)) else plain
     constants = {name for name in own if name.split(".")[0] == "normalize"}
     missing, unknown = sorted(set(own) - set(given) - constants), sorted(set(given) - set(own))
     if missing or unknown:

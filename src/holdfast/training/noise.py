@@ -38,6 +38,11 @@ def fit_under_noise(
     """
     if len(images) != len(labels) or len(images) == 0:
         raise InputError(f"expected as many labels as images, at least one, got {len(images)} and {len(labels)}")
+    if not 0 <= sigma < float("inf") or epochs < 1 or batch_size < 1 or not lr > 0:
+        raise InputError(
+            f"expected a finite sigma >= 0, at least 1 epoch, a batch size of at least 1 and lr > 0, got sigma {sigma}, "
+            f"{epochs} epochs, batch size {batch_size}, lr {lr}"
+        )
     device = next(model.parameters()).device
     images, labels = images.to(device), labels.to(device)
     generator = torch.Generator(device=device).manual_seed(seed)
