@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, TensorDataset
 
 from holdfast.errors import HoldfastWarning, InputError
 from holdfast.inputs import Batch, batches, check_images, in_memory, length
@@ -38,6 +38,8 @@ LABELLED: dict[str, Callable[[], Any]] = {
     "dataset": lambda: TensorDataset(IMAGES, LABELS),
     "loader": lambda: DataLoader(TensorDataset(IMAGES, LABELS), batch_size=4),
     "list-of-batches": lambda: in_parts(2, 5, 4),
+    "tuple-of-batches": lambda: tuple(in_parts(3, 3, 5)),
+    "two-batches": lambda: tuple(in_parts(6, 5)),
     "generator": lambda: (batch for batch in in_parts(6, 5)),
     "endless": Endless,
     "endless-loader": lambda: DataLoader(Endless(), batch_size=3),
@@ -85,8 +87,17 @@ def test_the_length_is_the_number_of_examples(kind: str) -> None:
 
 
 def test_what_is_in_memory() -> None:
-    assert all(in_memory(LABELLED[kind]()) for kind in ("tensors", "arrays", "list-of-batches"))
+    assert all(in_memory(LABELLED[kind]()) for kind in ("tensors", "arrays"))
     assert not any(in_memory(LABELLED[kind]()) for kind in ("dataset", "loader", "generator"))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_loaders_length_is_what_one_pass_yields(drop_last: bool) -> None:
+    """A sampler may pick some or repeat some, and a last batch may be dropped."""
+    dataset = TensorDataset(IMAGES, LABELS)
+    for sampler in (None, SubsetRandomSampler(range(7)), RandomSampler(dataset, replacement=True, num_samples=30)):
+        loader = DataLoader(dataset, batch_size=4, sampler=sampler, drop_last=drop_last)
+        assert length(loader) == len(everything(loader))
 
 
 def test_batches_have_the_size_asked_for() -> None:

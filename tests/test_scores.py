@@ -194,7 +194,7 @@ def test_custom_scores_say_what_they_take_and_give() -> None:
     assert torch.equal(plain(logits, u), -logits)
     mixed = CustomScore(lambda x, u: u[..., None] - x, name="mixed", bounded=True)
     assert mixed.randomized
-    assert mixed.config() == {"name": "mixed", "custom": True, "bounded": True}
+    assert mixed.config() == {"name": "mixed", "custom": True}
     assert torch.equal(mixed(logits, u), u[:, None] - logits)
     assert not CustomScore(lambda x, scale=2.0: scale * x).randomized
     assert get_score(mixed) is mixed

@@ -288,8 +288,10 @@ def _climb(
         peak[active] = torch.where(better, value.detach(), peak[active])
         best[active[better]] = here.detach()[better]
         if step < steps:
-            # Scaled so that float16 gradients do not underflow; only their direction counts.
-            (gradient,) = torch.autograd.grad(4096 * value.sum(), here)
+            # Scaled against underflow in float16, where the mean over draws divides every row's gradient; what overflows
+            # nevertheless is dropped. Only the direction counts.
+            (gradient,) = torch.autograd.grad(8 * noisy.rows * value.sum(), here)
+            gradient = gradient.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
             delta = norm.project(delta + step_size * norm.direction(gradient), epsilon)
             delta = _inside(x[active], delta, clip)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from holdfast.attacks import NoisyModel, margin_loss, mean_softmax, pgd
 from holdfast.errors import InputError
 from holdfast.inputs import batches
-from holdfast.metrics import Evaluation
+from holdfast.metrics import Evaluation, check_labels
 from holdfast.noise import Stream, fresh_seed
 from holdfast.predictor import Predictor
 from holdfast.progress import Report
@@ -129,7 +129,8 @@ def audit(
         raise InputError("expected at least one predictor to audit")
     parts = list(batches(data, labelled=True))
     images = torch.cat([part.images for part in parts]).float()
-    labels = torch.cat([part.labels for part in parts if part.labels is not None]).long()
+    labels = torch.cat([part.labels for part in parts if part.labels is not None])
+    labels = check_labels(labels, len(images), next(iter(named.values())).classes)
     seed = fresh_seed() if seed is None else seed
     stream = Stream(seed, "attack")
     options: dict[str, Any] = {"steps": steps, "restarts": restarts, "clip": clip, "rows": rows, "progress": progress}

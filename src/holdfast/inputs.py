@@ -34,9 +34,9 @@ def length(data: Any) -> int | None:
     """How many examples there are, where that is known before reading them."""
     if isinstance(data, DataLoader):
         return _loader_length(data)
-    if isinstance(data, tuple):
-        return len(data[0]) if data else 0
-    if isinstance(data, list):
+    if _is_pair(data):
+        return len(data[0])
+    if isinstance(data, tuple | list):  # of batches
         return sum(len(_pair(batch)[0]) for batch in data)
     return len(data) if isinstance(data, Sized) else None
 
@@ -47,6 +47,15 @@ def _loader_length(loader: DataLoader[Any]) -> int | None:
         return None
     picked = len(loader.sampler)
     return picked // loader.batch_size * loader.batch_size if loader.drop_last and loader.batch_size else picked
+
+
+def _is_pair(data: Any) -> bool:
+    """(images, labels) in memory, as opposed to a tuple of batches."""
+    return (
+        isinstance(data, tuple)
+        and len(data) == 2
+        and all(isinstance(part, Tensor | np.ndarray | list) for part in data)
+    )
 
 
 def in_memory(data: Any) -> bool:
@@ -128,11 +137,7 @@ def _raw_batches(data: Any, size: int) -> Iterator[Any]:
     if isinstance(data, Tensor | np.ndarray):
         for at in range(0, len(data), size):
             yield data[at : at + size]
-    elif (
-        isinstance(data, tuple)
-        and len(data) == 2
-        and all(isinstance(part, Tensor | np.ndarray | list) for part in data)
-    ):
+    elif _is_pair(data):
         images, labels = data[0], torch.as_tensor(data[1])
         if len(images) != len(labels):
             raise InputError(f"expected as many labels as images, got {len(images)} images and {len(labels)} labels")

@@ -109,6 +109,7 @@ def summary_rows(audit: Audit, radius: float) -> list[dict[str, Any]]:
         worst = min(
             (row for row in audit.rows if row.name == name and row.attack != "none" and row.radius == radius),
             key=lambda row: row.coverage["mean"],
+            default=clean,  # nothing was attacked
         )
         rows.append(
             {
@@ -128,7 +129,7 @@ def write_audit(request: AuditRequest, audit: Audit, folder: Path, seconds: floa
 
     first = audit.rows[0]  # a saved predictor brings its own alpha and epsilon
     radii = sorted({row.radius for row in audit.rows if row.radius > 0})
-    radius = first.epsilon if first.epsilon in radii else radii[-1]
+    radius = first.epsilon if first.epsilon in radii or not radii else radii[-1]
     rows = summary_rows(audit, radius)
     page = Page(
         "Audit: promises under attack",

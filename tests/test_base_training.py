@@ -1,0 +1,164 @@
+"""Base models and heads: training that stops and goes on, crops that are crops, a backbone that stays frozen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from holdfast.datasets import Labelled, digits
+from holdfast.errors import InputError
+from holdfast.models import SmallCNN, load_weights
+from holdfast.training import base
+from holdfast.training.base import Recipe, augment, noisy_accuracy, train_base
+from holdfast.training.conformal import RCT
+from holdfast.training.heads import PRESETS, FeatureBank, HeadRecipe, last_linear, train_head
+
+RECIPE = Recipe(sigma=0.25, epochs=6, batch_size=64, lr=0.05, warmup_epochs=1, pad=1, flip=False)
+
+
+@pytest.fixture(scope="module")
+def parts() -> tuple[Labelled, Labelled]:
+    train, test = digits().split(600, 300, seed=0)
+    return train, test
+
+
+def train(parts: tuple[Labelled, Labelled], out: Path, recipe: Recipe = RECIPE, **options: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return train_base(
+        SmallCNN(), *parts, recipe, out, architecture="small-cnn", progress=False, say=lambda _: None, **options
+    )
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    parts: tuple[Labelled, Labelled], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed right after a checkpoint, resumed: the same bytes as an uninterrupted run, and no checkpoint left."""
+    whole = train(parts, tmp_path / "whole.safetensors")
+    save = base._save_checkpoint
+
+    def save_and_die(trainer: base.Trainer, path: Path, seconds: float) -> None:
+        save(trainer, path, seconds)
+        if trainer.epoch == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(base, "_save_checkpoint", save_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        train(parts, tmp_path / "killed.safetensors", checkpoint_seconds=0.0)
+    assert [p.name for p in tmp_path.glob("killed*")] == ["killed.checkpoint.safetensors"]
+    monkeypatch.setattr(base, "_save_checkpoint", save)
+    resumed = train(parts, tmp_path / "killed.safetensors")
+    assert resumed["sha256"] == whole["sha256"]
+    assert (tmp_path / "killed.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+    assert not (tmp_path / "killed.checkpoint.safetensors").exists()
+
+
+def test_the_card_describes_the_file(parts: tuple[Labelled, Labelled], tmp_path: Path) -> None:
+    """Checksum of the bytes, accuracy of the stored float16 weights, the recipe."""
+    out = tmp_path / "model.safetensors"
+    card = train(parts, out)
+    assert json.loads(out.with_suffix(".json").read_text()) == card
+    assert card["sha256"] == hashlib.sha256(out.read_bytes()).hexdigest()
+    assert all(t.dtype == torch.float16 for t in load_file(out).values() if t.is_floating_point())
+    model = load_weights(SmallCNN(), out)
+    assert card["top1_accuracy_one_noisy_draw_test"] == noisy_accuracy(model, parts[1], 0.25, "cpu")
+    assert card["top1_accuracy_one_noisy_draw_test"] > 0.3
+
+
+def test_another_recipe_or_a_damaged_checkpoint_is_refused(parts: tuple[Labelled, Labelled], tmp_path: Path) -> None:
+    out = tmp_path / "model.safetensors"
+    trainer = base.Trainer(SmallCNN(), parts[0], Recipe(sigma=0.5, batch_size=64), "cpu")
+    base._save_checkpoint(trainer, tmp_path / "model.checkpoint.safetensors", 1.0)
+    with pytest.raises(InputError, match="another recipe"):
+        train(parts, out)
+    (tmp_path / "model.checkpoint.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(InputError, match="not a readable checkpoint"):
+        train(parts, out)
+    assert train(parts, out, resume=False)["dataset"] == "digits"
+    with pytest.raises(InputError, match=r"ends in \.safetensors"):
+        train(parts, tmp_path / "model.pt")
+
+
+def test_augmented_images_are_crops_and_mirrors() -> None:
+    """Every result is one of the (2 pad + 1)^2 crops of the padded image, or its mirror."""
+    pixels = torch.randint(0, 256, (3, 2, 6, 6), dtype=torch.uint8)
+    padded = torch.nn.functional.pad(pixels, [1] * 4)
+    images = augment(padded, torch.tensor([2, 0, 1, 2]), pad=1, flip=True)
+    for image, source in zip(images, padded[[2, 0, 1, 2]], strict=True):
+        crops = [source[:, i : i + 6, j : j + 6].float() / 255 for i in range(3) for j in range(3)]
+        assert any(torch.equal(image, c) or torch.equal(image, c.flip(-1)) for c in crops)
+
+
+@pytest.fixture(scope="module")
+def backbone(parts: tuple[Labelled, Labelled]) -> SmallCNN:
+    from holdfast.training import fit_under_noise
+
+    torch.manual_seed(0)
+    model = SmallCNN()
+    fit_under_noise(model, *parts[0].pair, sigma=0.25, epochs=8, progress=False)
+    return model
+
+
+def test_the_bank_holds_the_backbones_features(parts: tuple[Labelled, Labelled], backbone: SmallCNN) -> None:
+    """Without noise and crops every copy is the feature vector itself, to half precision."""
+    data = parts[0][:20]
+    bank = FeatureBank.build(backbone, data, 0.0, 2, pad=0, flip=False, progress=False)
+    with torch.no_grad():
+        features = backbone.features(backbone.normalize((data.images * 255).round() / 255))
+    assert torch.allclose(bank.features[:, 0].float(), features, atol=2e-3)
+    assert torch.equal(bank.features[:, 0], bank.features[:, 1])
+
+
+def test_only_the_head_is_trained_and_sets_shrink(parts: tuple[Labelled, Labelled], backbone: SmallCNN) -> None:
+    bank = FeatureBank.build(backbone, parts[0], 0.25, 8, pad=0, flip=False, progress=False)
+    log: list[dict[str, float]] = []
+    trained = train_head(
+        backbone, bank, RCT(r=0.5), HeadRecipe(epochs=12, batch_size=200), log=log.append, progress=False
+    )
+    before, after = backbone.state_dict(), trained.state_dict()
+    name, _ = last_linear(backbone)
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed == {f"{name}.weight", f"{name}.bias"}
+    assert log[-1]["hard_size"] < log[0]["hard_size"] - 1
+    again = train_head(backbone, bank, RCT(r=0.5), HeadRecipe(epochs=12, batch_size=200), progress=False)
+    assert torch.equal(again.state_dict()[f"{name}.weight"], after[f"{name}.weight"])
+    with pytest.raises(InputError, match="holds 8 copies"):
+        train_head(backbone, bank, RCT(), HeadRecipe(copies=9), progress=False)
+
+
+def test_presets_are_the_papers() -> None:
+    """Appendix C: batch, rate, temperature, lambda, kappa, milestones."""
+    ten, hundred = PRESETS["cifar10"], PRESETS["cifar100"]
+    assert (ten.recipe.batch_size, ten.recipe.lr, ten.temperature, ten.size_weight, ten.kappa) == (
+        500,
+        0.05,
+        0.1,
+        1.0,
+        1.0,
+    )
+    assert (hundred.recipe.batch_size, hundred.recipe.lr, hundred.temperature, hundred.size_weight) == (
+        100,
+        0.005,
+        1.0,
+        0.01,
+    )
+    assert ten.recipe.milestones == [60, 90, 120]
+    with pytest.raises(InputError, match="conftr and rct"):
+        ten.loss("magic", 0.5)
+
+
+@pytest.mark.parametrize("name", ["cifar10-resnet110-sigma0.25", "cifar100-resnet110-sigma0.25"])
+def test_committed_weights_fit_their_card(name: str) -> None:
+    folder = Path(__file__).resolve().parents[1] / "weights"
+    card = json.loads((folder / f"{name}.json").read_text())
+    assert hashlib.sha256((folder / f"{name}.safetensors").read_bytes()).hexdigest() == card["sha256"]
+    from holdfast.models import CifarResNet
+
+    model = load_weights(CifarResNet(110, card["num_classes"]), folder / f"{name}.safetensors")
+    with torch.inference_mode():
+        assert model(torch.full((2, 3, 32, 32), 0.5)).isfinite().all()

@@ -1,0 +1,753 @@
+"""calibrate and predict, end to end: every set recomputed by hand, the promise under the exact worst case, bad input.
+
+Statistical tests state their false-alarm rates; seeds are fixed.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import holdfast
+from holdfast.attacks import NoisyModel
+from holdfast.calibration import calibrate, conformalize
+from holdfast.conformal import Guarantee
+from holdfast.draws import Draws
+from holdfast.errors import HoldfastWarning, InputError
+from holdfast.methods import METHODS, Setting, get_method
+from holdfast.methods.exact import RCP1, CountRule, Exact, ExactAsymmetric
+from holdfast.noise import Stream
+from holdfast.predictor import Predictor
+from holdfast.scores import APS, HPS, RAPS, CustomScore, hps, log_odds
+from holdfast.sets import PredictionSets
+from holdfast.smoothing import Smoother
+from holdfast.transforms import PTT
+from holdfast.tuning import Holdout
+
+from .test_smoothing import SHAPE, Recorder, nearest, network, toy
+
+# Averaging methods need more draws than this to say anything; that they say nothing is warned about, and not at issue.
+trivial_is_fine = pytest.mark.filterwarnings("ignore:.*can only return the full label set:holdfast.HoldfastWarning")
+two_classes = pytest.mark.filterwarnings("ignore:the model is right on only:holdfast.HoldfastWarning")
+
+ASK: dict[str, Any] = {"alpha": 0.1, "epsilon": 0.05, "sigma": 0.1, "draws": 8, "calibration_draws": 8, "seed": 1}
+CAL, HELD, TEST = toy(120, seed=1), toy(40, seed=2), toy(60, seed=3)
+EVERY = (*METHODS, "auto")
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return nearest()
+
+
+@pytest.fixture(scope="module")
+def exact(model: nn.Module) -> Predictor:
+    return calibrate(model, CAL, method="exact", holdout=HELD, **ASK)
+
+
+def equal_but_for_ties(one: PredictionSets, two: PredictionSets) -> bool:
+    """Rounding may move a score across the threshold: at most one label in a thousand."""
+    return float((one.mask != two.mask).double().mean()) <= 1e-3
+
+
+# -- every set by hand -------------------------------------------------------------------------------------------------
+
+
+@trivial_is_fine
+@pytest.mark.parametrize(("name", "score"), [*((name, "hps") for name in EVERY), *((name, "aps") for name in METHODS)])
+def test_sets_are_what_the_theorem_says(name: str, score: str, model: nn.Module) -> None:
+    """Scores, transform, rule, threshold and sets from their definitions, on the keyed noise."""
+    predictor = calibrate(model, CAL, method=name, score=score, holdout=HELD, **ASK)
+    (level, calibrated), function = next(iter(predictor.levels.items())), {"hps": HPS(), "aps": APS()}[score]
+    transform = "none" if calibrated.rule.compares_only else "ptt"
+    assert (calibrated.transform, level) == (transform, (0.1, 0.05))
+
+    def scores(data: tuple[Tensor, Tensor], role: str, seed: int) -> Draws:
+        stream, images, ids = Stream(seed, role), data[0], torch.arange(len(data[0]))
+        noisy = (images[:, None] + 0.1 * stream.gaussian(ids, range(8), SHAPE)).flatten(0, 1)
+        logits = model(noisy).detach().view(len(images), 8, 4)
+        return Draws(function.order(logits, stream.uniform(ids, "aps")[:, None]).transpose(1, 2))
+
+    held, cal, test = scores(HELD, "holdout", 1), scores(CAL, "calibration", 1), scores(TEST, "test", 7)
+    if transform == "ptt":
+        ptt = PTT.fit(held.of_label(HELD[1]).values[:, 0], 0.1)
+        held, cal, test = (Draws(ptt(some.values)) for some in (held, cal, test))
+    rule = calibrated.rule
+    if name != "auto":
+        holdout = Holdout(held, HELD[1]) if get_method(name).uses_holdout else None
+        refit = get_method(name).fit(Setting(0.1, 0.05, 0.1, 8, 120, 4, 8, 0.001), holdout)
+        assert type(refit) is type(rule)
+    true = cal.of_label(CAL[1]).first(rule.calibration_draws)
+    threshold = rule.threshold(rule.calibration_statistic(true))
+    assert calibrated.threshold == pytest.approx(threshold, rel=1e-4, abs=1e-5)
+    v = Stream(7, "test").uniform(torch.arange(60), "boundary")
+    expected = rule.decide(test.first(rule.test_draws), calibrated.threshold, v)
+    found = predictor.predict(TEST[0], seed=7)
+    assert equal_but_for_ties(found, PredictionSets(expected, predictor.guarantee))
+    assert found.guarantee == predictor.guarantee
+    assert isinstance(found.guarantee, Guarantee)
+    assert (found.guarantee.score, found.guarantee.transform) == (score, transform)
+    assert (predictor.guarantee.n, predictor.holdout_size, predictor.draws) == (120, 40, rule.test_draws)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_method_covers_clean_points(name: str, model: nn.Module) -> None:
+    """Covered counts of cp and cp_smoothed follow the beta-binomial law, of the others at least; rate 1e-6 each."""
+    draws = 256 if "rscp_plus" in name or name in ("cas", "bincp") else 8
+    ask = {**ASK, "draws": draws, "calibration_draws": draws if name != "auto" else 16}
+    predictor = calibrate(model, toy(160, seed=4), method=name, holdout=HELD, **ask)
+    images, labels = toy(300, seed=5)
+    sets = predictor.predict(images, seed=3)
+    covered = int(sets.mask[torch.arange(300), labels].sum())
+    rank = 161 - math.floor(161 * 0.1)
+    assert stats.betabinom.cdf(covered, 300, rank, 161 - rank) > 1e-6
+    assert sets.evaluate(labels).coverage.mean == covered / 300
+    assert predictor.guarantee.certified == (name == "auto" or METHODS[name].certified)
+
+
+def test_auto_is_no_worse_than_what_it_chooses_from(model: nn.Module) -> None:
+    """By the holdout's estimate, which is what it minimises."""
+    ask = {**ASK, "draws": 4, "calibration_draws": 16, "holdout": HELD}
+    held_logits = Smoother(model, 0.1).logits(HELD[0], 16, Stream(1, "holdout"))
+    holdout = Holdout(Draws(log_odds(held_logits).transpose(1, 2).contiguous()), HELD[1])
+    size = {
+        name: next(iter(calibrate(model, CAL, method=name, **ask).levels.values())).rule.estimated_size(holdout)
+        for name in ("auto", "exact", "exact_asymmetric")
+    }
+    assert size["auto"] <= min(size["exact"], size["exact_asymmetric"]) + 1e-9
+
+
+# -- the promise, end to end -------------------------------------------------------------------------------------------
+
+WEIGHT = torch.tensor([0.6, 0.0, -0.8])  # a unit vector
+
+
+class HalfSpace(nn.Module):
+    """Two classes, margin linear in x: exceeding any threshold is a half-space event, so moving x by epsilon along the
+    weights raises its probability q to shift(q, epsilon / sigma) exactly. Nothing is worse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.stack([WEIGHT, -WEIGHT]))
+            self.linear.bias.zero_()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.linear(images)
+
+
+def points(count: int, law: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Labels at random; w . x is the label's sign times a depth: one value, or one of two."""
+    labels = torch.randint(2, (count,), generator=generator)
+    depth = torch.full((count,), 0.4)
+    if law == "mixture":
+        depth[torch.rand(count, generator=generator) < 0.15] = -0.1
+    return (depth * (1 - 2 * labels))[:, None] * WEIGHT + torch.tensor([0.4, 0.5, 0.3]), labels
+
+
+def misses(law: str, repetitions: int, **options: Any) -> tuple[int, int]:
+    """Independent calibrations, one fresh query each: how often its label was left out, clean and attacked."""
+    model, generator, clean, attacked = HalfSpace(), torch.Generator().manual_seed(17), 0, 0
+    epsilon = options["epsilon"]
+    for repetition in range(repetitions):
+        data, (x, y) = points(50, law, generator), points(1, law, generator)
+        holdout = points(20, law, generator)
+        predictor = calibrate(model, data, holdout=holdout, seed=repetition, progress=False, **options)
+        worst = x - epsilon * (1 - 2 * y)[:, None] * WEIGHT
+        clean += not predictor.predict(x, seed=10_000 + repetition).mask[0, y]
+        attacked += not predictor.predict(worst, seed=20_000 + repetition).mask[0, y]
+    return clean, attacked
+
+
+def too_many(count: int, repetitions: int, rate: float) -> bool:
+    """Exact one-sided binomial test with false-alarm rate 1e-7."""
+    return bool(stats.binom.sf(count - 1, repetitions, rate) < 1e-7)
+
+
+PROMISES: dict[str, tuple[int, dict[str, Any]]] = {
+    "rcp1": (150, {"method": "rcp1"}),
+    "exact-2": (100, {"method": "exact", "draws": 2, "calibration_draws": 2}),
+    "exact-randomised": (40, {"method": "exact", "draws": 2, "calibration_draws": 4, "randomize": True}),
+    "exact_asymmetric-1": (40, {"method": "exact_asymmetric", "draws": 1, "calibration_draws": 4}),
+    "bincp": (100, {"method": "bincp", "draws": 64}),
+    "rscp_plus_hoeffding": (60, {"method": "rscp_plus_hoeffding", "draws": 256}),
+}
+
+
+@two_classes
+@trivial_is_fine
+@pytest.mark.parametrize("law", ["point", "mixture"])
+@pytest.mark.parametrize("case", list(PROMISES))
+def test_certified_coverage_survives_the_worst_attack(case: str, law: str) -> None:
+    """24 exact tests at 1e-7 each. On a point mass RCP1 attains alpha, up to the n in 1/(n+1): not below 0.12, at 1e-7."""
+    repetitions, options = PROMISES[case]
+    clean, attacked = misses(law, repetitions, alpha=0.2, epsilon=0.3, sigma=0.25, **options)
+    assert not too_many(clean, repetitions, 0.2)
+    assert not too_many(attacked, repetitions, 0.2)
+    if (case, law) == ("rcp1", "point"):
+        assert stats.binom.cdf(attacked, repetitions, 0.12) > 1e-7
+
+
+@two_classes
+def test_vanilla_coverage_does_not() -> None:
+    """The same test rejects conformal prediction on one noisy draw, so it can reject. Its clean coverage is fine."""
+    clean, attacked = misses("point", 80, alpha=0.2, epsilon=0.3, sigma=0.25, method="cp")
+    assert not too_many(clean, 80, 0.2)
+    assert too_many(attacked, 80, 0.2)
+
+
+# -- seeds -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undecided() -> Predictor:
+    """Noise far larger than the signal: whether a label is in is nearly a coin with weight 0.9."""
+    images, labels = toy(400, classes=3, seed=6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HoldfastWarning)
+        return calibrate(nearest(3), (images, labels), method="rcp1", alpha=0.5, epsilon=0.01, sigma=5.0)
+
+
+def test_without_a_seed_every_prediction_is_fresh(undecided: Predictor) -> None:
+    """Each label is in with probability 0.3 to 0.7, so two calls agree on an image with probability below 0.71, on 100
+    images below 1e-14."""
+    images = toy(100, classes=3, seed=7)[0]
+    one, two = (undecided.predict(images) for _ in range(2))
+    assert 0.25 < float(one.mask.double().mean()) < 0.75
+    assert not torch.equal(one.mask, two.mask)
+    seeded = [undecided.predict(images, seed=seed).mask for seed in (5, 5, 6)]
+    assert torch.equal(seeded[0], seeded[1])
+    assert not torch.equal(seeded[1], seeded[2])
+
+
+def test_without_a_seed_every_calibration_is_fresh() -> None:
+    """Two thresholds of 108 continuous scores: equal with probability 0 but for float32; with one seed, equal."""
+    ask = {"method": "rcp1", "epsilon": 0.01, "sigma": 0.1, "progress": False}
+
+    def threshold(seed: int | None) -> float:
+        return next(iter(calibrate(nearest(), CAL, seed=seed, **ask).levels.values())).threshold
+
+    assert threshold(None) != threshold(None)
+    assert threshold(3) == threshold(3) != threshold(4)
+
+
+def test_holdout_calibration_test_and_attack_share_no_noise() -> None:
+    """One seed, all images zero: whatever the network sees is the noise, and no vector comes twice."""
+    recorder, zeros = Recorder(), torch.zeros(30, 5)
+    labels = torch.arange(30) % 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HoldfastWarning)
+        predictor = calibrate(
+            recorder, (zeros, labels), holdout=(zeros[:15], labels[:15]), method="exact", draws=4, calibration_draws=4,
+            epsilon=0.1, sigma=1.0, seed=11,
+        )  # fmt: skip
+    predictor.predict(zeros, seed=11)
+    attack = NoisyModel(recorder, 1.0, 4, Stream(11, "attack")).noise(torch.arange(30), (5,))
+    assert attack is not None
+    vectors = torch.cat([recorder.inputs, attack.flatten(0, 1)])
+    assert len(vectors) == 4 * (30 + 15 + 30 + 30)
+    assert len(vectors.unique(dim=0)) == len(vectors)
+
+
+def test_the_seed_is_nowhere_to_be_seen(model: nn.Module, tmp_path: Any) -> None:
+    secret = 918273645546372819
+    predictor = calibrate(model, CAL, method="rcp1", **{**ASK, "seed": secret})
+    sets = predictor.predict(TEST[0], seed=secret)
+    predictor.save(tmp_path / "predictor.safetensors")
+    saved = (tmp_path / "predictor.safetensors").read_bytes()
+    for shown in (repr(predictor), str(sets), repr(vars(predictor)), repr(Stream(secret, "test")), repr(saved)):
+        assert str(secret) not in shown
+
+
+# -- levels ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def several(model: nn.Module) -> Predictor:
+    ask = {**ASK, "alpha": (0.1, 0.2), "epsilon": (0.05, 0.0, 0.1, 0.02)}
+    return calibrate(model, CAL, method="exact", holdout=HELD, **ask)
+
+
+def test_one_predictor_answers_for_every_level(several: Predictor) -> None:
+    every = several.predict_all(TEST[0], seed=9)
+    assert list(every) == [(a, e) for a in (0.1, 0.2) for e in (0.05, 0.0, 0.1, 0.02)]
+    for (alpha, epsilon), sets in every.items():
+        alone = several.predict(TEST[0], alpha=alpha, epsilon=epsilon, seed=9)
+        assert torch.equal(sets.mask, alone.mask)
+        assert sets.guarantee == alone.guarantee == several.guarantee_for(alpha, epsilon)
+        assert (sets.guarantee.alpha, sets.guarantee.epsilon) == (alpha, epsilon)
+    assert torch.equal(several.predict(TEST[0], seed=9).mask, every[0.1, 0.05].mask)  # the first named
+    assert several.guarantee.epsilon == 0.05
+
+
+def test_one_level_of_several_is_what_it_would_be_alone(several: Predictor, model: nn.Module) -> None:
+    for level, calibrated in several.levels.items():
+        ask = {**ASK, "alpha": level[0], "epsilon": level[1]}
+        alone = calibrate(model, CAL, method="exact", holdout=HELD, **ask)
+        assert alone.levels[level] == calibrated
+
+
+@trivial_is_fine
+@pytest.mark.parametrize("name", ["cp", "rscp", "rscp_plus_bernstein"])
+def test_levels_of_averaging_methods_are_what_they_would_be_alone(name: str, model: nn.Module) -> None:
+    """PTT is centred at 1 - alpha, so each alpha has its own."""
+    alphas = (0.2, 0.1, 0.3)
+    together = calibrate(model, CAL, method=name, holdout=HELD, **{**ASK, "alpha": alphas})
+    every = together.predict_all(TEST[0], seed=2)
+    for alpha in alphas:
+        alone = calibrate(model, CAL, method=name, holdout=HELD, **{**ASK, "alpha": alpha})
+        assert alone.levels[alpha, 0.05] == together.levels[alpha, 0.05]
+        assert torch.equal(alone.predict(TEST[0], seed=2).mask, every[alpha, 0.05].mask)
+
+
+def test_nested_sets_are_unions_and_grow(several: Predictor) -> None:
+    plain, nested = several.predict_all(TEST[0], seed=4), several.predict_all(TEST[0], nested=True, seed=4)
+    for alpha in (0.1, 0.2):
+        ordered = sorted(e for a, e in several.levels if a == alpha)
+        for epsilon in ordered:
+            union = torch.stack([plain[alpha, e].mask for e in ordered if e <= epsilon]).any(dim=0)
+            assert torch.equal(nested[alpha, epsilon].mask, union)
+            alone = several.predict(TEST[0], alpha=alpha, epsilon=epsilon, nested=True, seed=4)
+            assert torch.equal(alone.mask, union)
+            assert nested[alpha, epsilon].guarantee == plain[alpha, epsilon].guarantee
+        for small, large in pairwise(ordered):
+            assert (nested[alpha, small].mask <= nested[alpha, large].mask).all()
+
+
+def test_a_level_that_was_not_calibrated_is_refused(several: Predictor) -> None:
+    with pytest.raises(InputError, match=r"calibrated for \(alpha 0.1, epsilon 0.05\).*got alpha 0.1, epsilon 0.3"):
+        several.predict(TEST[0], epsilon=0.3)
+    with pytest.raises(InputError, match=r"got alpha 0\.05, epsilon 0\.05"):
+        several.guarantee_for(alpha=0.05)
+
+
+# -- the holdout -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("asked", "held"), [(None, 12), (7, 7), (60, 60)])
+def test_holdout_and_calibration_are_disjoint_and_exhaustive(asked: int | None, held: int) -> None:
+    """What is held out and what calibrates are all the points, each once: the ids of their noise say so."""
+    recorder, zeros = Recorder(), torch.zeros(120, 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HoldfastWarning)
+        predictor = calibrate(
+            recorder, (zeros, torch.arange(120) % 3), holdout=asked, method="exact", draws=1, calibration_draws=1,
+            epsilon=0.1, sigma=1.0, seed=4,
+        )  # fmt: skip
+    assert (predictor.holdout_size, predictor.guarantee.n) == (held, 120 - held)
+    seen, ids = recorder.inputs, torch.arange(120)
+    roles = {role: Stream(4, role).gaussian(ids, range(1), (5,))[:, 0] for role in ("holdout", "calibration")}
+    used = {role: {i for i in range(120) if (seen == noise[i]).all(dim=1).any()} for role, noise in roles.items()}
+    assert len(used["holdout"]) == held
+    assert used["holdout"] | used["calibration"] == set(range(120))
+    assert not used["holdout"] & used["calibration"]
+
+
+def test_the_default_holdout_is_a_tenth_and_at_most_500(model: nn.Module) -> None:
+    images, labels = toy(5200, seed=1)
+    ask = {**ASK, "draws": 1, "calibration_draws": 1, "method": "exact"}
+    for n, held in ((95, 9), (5200, 500)):
+        predictor = calibrate(model, (images[:n], labels[:n]), **ask)
+        assert (predictor.holdout_size, predictor.guarantee.n) == (held, n - held)
+
+
+@pytest.mark.parametrize("name", ["cp", "rcp1"])
+def test_methods_that_need_no_holdout_calibrate_on_everything(name: str, model: nn.Module) -> None:
+    predictor = calibrate(model, CAL, method=name, **ASK)
+    assert (predictor.holdout_size, predictor.guarantee.n, predictor.holdout) == (0, 120, None)
+
+
+# -- choosing sigma ----------------------------------------------------------------------------------------------------
+
+
+def lame() -> nn.Module:
+    """A coarse error in every weight: larger sets."""
+    model = nearest()
+    with torch.no_grad():
+        model[1].weight += 3 * torch.randn(model[1].weight.shape, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+@trivial_is_fine
+@pytest.mark.parametrize("name", ["exact", "rscp", "auto", "rcp1", "cp"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_better_pair_is_chosen(name: str, order: int, model: nn.Module) -> None:
+    ask = {key: value for key, value in ASK.items() if key != "sigma"}
+    pairs: list[tuple[float, nn.Module]] = [(0.1, model), (0.1, lame())][::order]
+    predictor = calibrate(pairs, CAL, method=name, **{**ask, "draws": 4})
+    assert predictor.smoother.model is model
+
+
+def test_the_better_sigma_is_chosen(model: nn.Module) -> None:
+    """At epsilon 0.1 noise of 0.005 certifies nothing and noise of 3 drowns everything."""
+    ask = {key: value for key, value in ASK.items() if key != "sigma"}
+    pairs = [(0.005, model), (0.1, model), (3.0, model)]
+    predictor = calibrate(pairs, CAL, method="exact", holdout=HELD, **{**ask, "epsilon": 0.1})
+    assert predictor.smoother.sigma == predictor.guarantee.sigma == 0.1
+
+
+@pytest.mark.parametrize("method", [Exact, ExactAsymmetric, RCP1])
+def test_a_rule_that_can_only_say_everything_expects_that(method: type[CountRule], model: nn.Module) -> None:
+    """At epsilon = 20 sigma no threshold is possible: the estimate that sigma and auto are chosen by must say K."""
+    logits = Smoother(model, 0.005).logits(HELD[0], 8, Stream(1, "holdout"))
+    holdout = Holdout(Draws(log_odds(logits).transpose(1, 2).contiguous()), HELD[1])
+    rule = method.fit(Setting(0.1, 0.1, 0.005, 8, 120, 4, 8), holdout)
+    assert rule.threshold(rule.calibration_statistic(holdout.true.first(rule.calibration_draws))) == math.inf
+    assert rule.estimated_size(holdout) == 4
+
+
+def test_one_pair_is_that_model(model: nn.Module) -> None:
+    ask = {key: value for key, value in ASK.items() if key != "sigma"}
+    one = calibrate([(0.1, model)], CAL, method="exact", holdout=HELD, **ask)
+    assert one.levels == calibrate(model, CAL, method="exact", holdout=HELD, **ASK).levels
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def negative_logit(logits: Tensor) -> Tensor:
+    return -logits
+
+
+@pytest.mark.parametrize("score", [negative_logit, CustomScore(negative_logit, "negative")])
+def test_an_unbounded_score_of_your_own(score: Any, model: nn.Module) -> None:
+    """Count rules take it as it is; what assumes [0, 1] refuses it and says what to do, or takes it through PTT."""
+    ask = {**ASK, "holdout": HELD, "score": score}
+    predictor = calibrate(model, CAL, method="exact", **ask)
+    stream, rule = Stream(5, "test"), next(iter(predictor.levels.values()))
+    noisy = -predictor.smoother.logits(TEST[0], 8, stream).transpose(1, 2)
+    assert torch.equal(predictor.predict(TEST[0], seed=5).mask, rule.rule.decide(Draws(noisy), rule.threshold))
+    for name in ("rscp", "rscp_plus_hoeffding"):
+        with pytest.raises(InputError, match=rf"{name} .*scores in \[0, 1\].*use transform='ptt'.*exact"):
+            calibrate(model, CAL, method=name, transform="none", **ask)
+    assert calibrate(model, CAL, method="rscp", **ask).guarantee.transform == "ptt"
+
+
+def test_a_score_may_use_u(model: nn.Module) -> None:
+    """HPS plus a little of u: one number per image, the same for calibration here and for prediction below."""
+    score = CustomScore(lambda logits, u: hps(logits) + torch.as_tensor(u)[..., None], name="jittered")
+    predictor = calibrate(model, CAL, method="cp", score=score, **{**ASK, "sigma": 0.0, "draws": 1})
+    u = Stream(1, "calibration").uniform(torch.arange(120), "aps")
+    expected = hps(model(CAL[0]).detach())[torch.arange(120), CAL[1]] + u
+    rank = 121 - math.floor(12.1)
+    threshold = next(iter(predictor.levels.values())).threshold
+    assert threshold == pytest.approx(float(expected.sort().values[rank - 1]), abs=1e-6)
+    test_u = Stream(3, "test").uniform(torch.arange(60), "aps")
+    mask = hps(model(TEST[0]).detach()) + test_u[:, None] <= threshold
+    assert equal_but_for_ties(predictor.predict(TEST[0], seed=3), PredictionSets(mask, predictor.guarantee))
+
+
+@pytest.mark.parametrize("score", ["aps", "raps", APS(), RAPS(penalty=0.2, k_reg=0)])
+def test_adaptive_scores_share_one_u_per_image(score: Any, model: nn.Module) -> None:
+    """cp without noise: labels in are those with APS (RAPS) at most the threshold, u keyed by id and seed."""
+    predictor = calibrate(model, CAL, method="cp", score=score, **{**ASK, "sigma": 0.0, "draws": 1})
+    ids = torch.arange(60) + 1000
+    u = Stream(3, "test").uniform(ids, "aps")
+    mask = predictor.score(model(TEST[0]).detach(), u) <= next(iter(predictor.levels.values())).threshold
+    found = predictor.predict(TEST[0], ids=ids, seed=3)
+    assert equal_but_for_ties(found, PredictionSets(mask, predictor.guarantee))
+    assert not torch.equal(found.mask, predictor.predict(TEST[0], ids=ids, seed=4).mask)
+    assert found.guarantee.score == predictor.score.name
+
+
+def test_a_score_that_is_nan_is_refused(model: nn.Module) -> None:
+    score = CustomScore(lambda logits: logits * torch.nan, name="broken")
+    with pytest.raises(InputError, match="score 'broken' returned NaN; a NaN has no rank"):
+        calibrate(model, CAL, method="exact", score=score, **ASK)
+
+
+def test_a_randomised_boundary_is_chosen_where_it_helps(model: nn.Module) -> None:
+    """With few draws counts are coarse: gamma > 0 is then no larger on the holdout, and its v is keyed by seed and id."""
+    ask = {**ASK, "draws": 2, "calibration_draws": 2, "holdout": HELD, "method": "exact", "epsilon": 0.08}
+    plain, random = (calibrate(model, CAL, randomize=randomize, **ask) for randomize in (False, True))
+    rules = [next(iter(predictor.levels.values())).rule for predictor in (plain, random)]
+    assert all(isinstance(rule, Exact) for rule in rules)
+    assert rules[0].parameters()["gamma"] == 0
+    held = Smoother(model, 0.1).logits(HELD[0], 2, Stream(1, "holdout"))
+    holdout = Holdout(Draws(log_odds(held).transpose(1, 2).contiguous()), HELD[1])
+    assert rules[1].estimated_size(holdout) <= rules[0].estimated_size(holdout) + 1e-9
+    assert torch.equal(random.predict(TEST[0], seed=1).mask, random.predict(TEST[0], seed=1).mask)
+
+
+# -- containers, ids, names, aliases -----------------------------------------------------------------------------------
+
+
+def test_every_container_calibrates_alike(model: nn.Module) -> None:
+    containers: list[Any] = [
+        (CAL[0].numpy(), CAL[1].numpy()),
+        (CAL[0], CAL[1].tolist()),
+        TensorDataset(*CAL),
+        DataLoader(TensorDataset(*CAL), batch_size=32),
+        list(zip(CAL[0].split(50), CAL[1].split(50))),
+    ]
+    expected = calibrate(model, CAL, method="exact", **{**ASK, "holdout": 20})
+    for data in containers:
+        found = calibrate(model, data, method="exact", **{**ASK, "holdout": 20})
+        assert found.guarantee == expected.guarantee
+        assert found.levels[0.1, 0.05].threshold == pytest.approx(expected.levels[0.1, 0.05].threshold, abs=1e-5)
+    generated = calibrate(model, iter(zip(CAL[0].split(50), CAL[1].split(50))), method="exact", holdout=HELD, **ASK)
+    assert generated.guarantee.n == 120
+
+
+def test_shuffled_loaders_keep_noise_and_labels_with_their_images(model: nn.Module) -> None:
+    """A shuffled loader is another order of the points: valid, the promise the same, accuracy of labels untouched."""
+    loader = DataLoader(TensorDataset(*toy(300, seed=9)), batch_size=64, shuffle=True)
+    predictor = calibrate(model, loader, method="exact", **ASK)
+    assert predictor.guarantee.n + predictor.holdout_size == 300
+    images, labels = toy(300, seed=10)
+    assert predictor.predict(images, seed=1).evaluate(labels).coverage.mean > 0.8
+
+
+def test_ids_make_calibration_and_prediction_independent_of_order(model: nn.Module, exact: Predictor) -> None:
+    order, ids = torch.randperm(120), torch.arange(120) * 7
+    ask = {**ASK, "method": "exact", "holdout": HELD}
+    one = calibrate(model, CAL, ids=ids, **ask)
+    two = calibrate(model, (CAL[0][order], CAL[1][order]), ids=ids[order], **ask)
+    assert one.levels[0.1, 0.05].threshold == pytest.approx(two.levels[0.1, 0.05].threshold, abs=1e-5)
+    assert one.levels[0.1, 0.05].threshold != exact.levels[0.1, 0.05].threshold
+    turn, own = torch.randperm(60), torch.arange(60) + 5
+    sets = exact.predict(TEST[0], ids=own, seed=2)
+    assert equal_but_for_ties(exact.predict(TEST[0][turn], ids=own[turn], seed=2), sets[turn])
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_sets_do_not_depend_on_the_batch_size(batch_size: int, exact: Predictor, model: nn.Module) -> None:
+    smoother = Smoother(model, 0.1, batch_size=batch_size)
+    other = calibrate(smoother, CAL, method="exact", holdout=HELD, **{**ASK, "sigma": None})
+    assert other.levels[0.1, 0.05].threshold == pytest.approx(exact.levels[0.1, 0.05].threshold, abs=1e-5)
+    assert equal_but_for_ties(other.predict(TEST[0], seed=3), exact.predict(TEST[0], seed=3))
+
+
+def test_numerics_reach_the_network() -> None:
+    ask = {**ASK, "draws": 2, "calibration_draws": 2, "method": "exact", "holdout": HELD}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HoldfastWarning)  # an untrained network
+        full, mixed = (calibrate(network(), CAL, autocast=dtype, **ask) for dtype in (None, torch.bfloat16))
+    assert mixed.smoother.numerics["autocast"] == "bfloat16"
+    assert mixed.levels[0.1, 0.05].threshold != full.levels[0.1, 0.05].threshold
+    assert mixed.predict(TEST[0]).mask.any()
+
+
+def test_class_names_are_what_sets_read_as(model: nn.Module) -> None:
+    names = ["cat", "dog", "owl", "yak"]
+    predictor = calibrate(model, CAL, method="exact", holdout=HELD, class_names=names, **ASK)
+    sets = predictor.predict(TEST[0][:10], seed=1)
+    assert list(sets) == [[names[k] for k in range(4) if row[k]] for row in sets.mask]
+    assert list(calibrate(model, CAL, method="exact", holdout=HELD, **ASK).predict(TEST[0][:10], seed=1)) == [
+        [k for k in range(4) if row[k]] for row in sets.mask
+    ]
+    assert str(sets).splitlines()[1] == f"  0: {{{', '.join(next(iter(sets)))}}}"
+
+
+def test_aliases_are_the_same_functions() -> None:
+    assert conformalize is calibrate is holdfast.conformalize is holdfast.calibrate
+    assert Predictor.predict_set is Predictor.predict
+
+
+def test_what_a_predictor_and_its_sets_say(exact: Predictor) -> None:
+    assert str(exact.guarantee) in repr(exact)
+    assert "ready" in repr(exact)
+    sets = exact.predict(TEST[0], seed=1)
+    assert len(sets) == 60
+    assert f"mean size {float(sets.mask.sum() / 60):.2f}" in repr(sets)
+    assert "90 % certified within L2 0.05" in repr(sets)
+    assert repr(sets).endswith("... 52 more")
+    assert torch.equal(sets.size, sets.mask.sum(dim=1))
+    assert torch.equal(sets.trivial, sets.mask.all(dim=1))
+    assert len(repr(sets[:5]).splitlines()) == 6
+
+
+def test_train_mode_is_warned_about_once(model: nn.Module) -> None:
+    wavering = nn.Sequential(nearest(), nn.Dropout(0.2)).train()
+    with pytest.warns(HoldfastWarning, match="train mode") as caught:
+        predictor = calibrate(wavering, CAL, method="exact", holdout=HELD, **ASK)
+    assert len(caught) == 1
+    with pytest.warns(HoldfastWarning, match="train mode") as caught:
+        sets = predictor.predict(TEST[0], seed=3)
+    assert len(caught) == 1
+    assert wavering[1].training
+    assert torch.equal(
+        sets.mask, calibrate(model, CAL, method="exact", holdout=HELD, **ASK).predict(TEST[0], seed=3).mask
+    )
+
+
+# -- warnings ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_useless_model_is_warned_about(model: nn.Module) -> None:
+    with pytest.warns(
+        HoldfastWarning, match=r"right on only .* of noisy draws at sigma 9.*fine-tune it under this noise"
+    ):
+        calibrate(model, CAL, method="rcp1", **{**ASK, "sigma": 9.0})
+
+
+@pytest.mark.parametrize("classes", [2, 3, 4])
+def test_a_good_model_with_few_classes_is_not(classes: int) -> None:
+    """Right on nine of ten noisy draws is good with two classes too. Warnings are errors here."""
+    images, labels = toy(300, classes=classes, seed=3, spread=0.1)
+    sharp, stream = nearest(classes), Stream(1, "calibration")
+    accuracy = (Smoother(sharp, 0.1).logits(images, 1, stream).argmax(dim=-1)[:, 0] == labels).double().mean()
+    assert 0.9 < float(accuracy) < 1
+    calibrate(sharp, (images, labels), method="rcp1", epsilon=0.02, sigma=0.1, seed=1)
+
+
+def test_full_sets_are_warned_about(model: nn.Module) -> None:
+    with pytest.warns(
+        HoldfastWarning, match="rcp1 at alpha 0.1, epsilon 0.5 can only return the full label set.*larger sigma"
+    ):
+        predictor = calibrate(model, CAL, method="rcp1", **{**ASK, "epsilon": 0.5})
+    assert predictor.predict(TEST[0]).trivial.all()
+    assert "every set is the full label set" in repr(predictor)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def spoiled(value: float) -> Tensor:
+    images = CAL[0].clone()
+    images[70, 0, 0, 0] = value
+    return images
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "nan-images": ({"data": (spoiled(math.nan), CAL[1])}, "NaN or infinity, first in image 70"),
+    "infinite-images": ({"data": (spoiled(math.inf), CAL[1])}, "NaN or infinity"),
+    "uint8": ({"data": ((CAL[0] * 255).byte(), CAL[1])}, r"convert with images.float\(\) / 255"),
+    "label-too-large": ({"data": (CAL[0], CAL[1] + 1)}, r"labels between 0 and 3 .*got 1 to 4"),
+    "label-negative": ({"data": (CAL[0], CAL[1] - 1)}, "labels between 0 and 3"),
+    "float-labels": ({"data": (CAL[0], CAL[1].float())}, "integer class labels, got dtype torch.float32"),
+    "bool-labels": ({"data": (CAL[0], CAL[1] > 1)}, "integer class labels, got dtype torch.bool"),
+    "one-hot-labels": ({"data": (CAL[0], nn.functional.one_hot(CAL[1]))}, "one label per image"),
+    "fewer-labels": ({"data": (CAL[0], CAL[1][:-1])}, "120 images and 119 labels"),
+    "no-labels": ({"data": CAL[0]}, "expected labelled data"),
+    "flat-images": ({"data": (CAL[0].flatten()[:120], CAL[1])}, "add a batch dimension"),
+    "no-data": ({"data": (CAL[0][:0], CAL[1][:0])}, "(?i)at least|calibration points cannot"),
+    "few-points": ({"data": (CAL[0][:8], CAL[1][:8]), "method": "cp"}, "8 calibration points cannot certify .* at least 9"),
+    "few-after-holdout": ({"data": (CAL[0][:9], CAL[1][:9]), "holdout": 3}, "6 calibration points cannot certify"),
+    "few-for-a-holdout": ({"data": (CAL[0][:9], CAL[1][:9]), "holdout": None}, "holdout of 1 to 8 of the 9 points, got 0"),
+    "holdout-too-large": ({"holdout": 120}, "holdout of 1 to 119 of the 120 points, got 120"),
+    "holdout-zero": ({"holdout": 0}, "holdout of 1 to 119"),
+    "holdout-negative": ({"holdout": -5}, "holdout of 1 to 119"),
+    "holdout-unlabelled": ({"holdout": HELD[0]}, "expected labelled data"),
+    "holdout-labels": ({"holdout": (HELD[0], HELD[1] + 9)}, "labels between 0 and 3"),
+    "alpha-zero": ({"alpha": 0.0}, "alpha strictly between 0 and 1, got 0.0"),
+    "alpha-one": ({"alpha": 1.0}, "alpha strictly between 0 and 1"),
+    "alpha-ninety": ({"alpha": 90.0}, "alpha strictly between 0 and 1, got 90.0; 0.1 promises 90 %"),
+    "alpha-nan": ({"alpha": math.nan}, "finite alpha"),
+    "one-bad-alpha": ({"alpha": [0.1, -0.1]}, "alpha strictly between 0 and 1, got -0.1"),
+    "same-alpha-twice": ({"alpha": [0.1, 0.1]}, "distinct values of alpha"),
+    "no-epsilon": ({"epsilon": []}, "one or several distinct values of epsilon"),
+    "epsilon-negative": ({"epsilon": -0.1}, "epsilon >= 0, the L2 radius in pixel units, got -0.1"),
+    "epsilon-infinite": ({"epsilon": math.inf}, "finite epsilon"),
+    "sigma-zero": ({"sigma": 0.0}, "sigma is 0; give sigma > 0 .* or choose the uncertified method cp"),
+    "sigma-negative": ({"sigma": -1.0}, "finite sigma >= 0"),
+    "sigma-missing": ({"sigma": None}, "expected sigma, the standard deviation of the noise; epsilon to 2 epsilon works well"),
+    "beta": ({"method": "rscp_plus_hoeffding", "beta": 0.05}, "2 beta = 0.1 leaves nothing of alpha = 0.1: choose beta below 0.05"),
+    "beta-bernstein": ({"method": "rscp_plus_bernstein", "beta": 0.2}, "choose beta below"),
+    "beta-negative": ({"method": "rscp_plus_bernstein", "beta": -0.1}, r"beta in \(0, 1\), got -0.1"),
+    "method": ({"method": "magic"}, "method among cp, .*got 'magic'"),
+    "score": ({"score": "magic"}, "score among hps, aps, raps or a function, got 'magic'"),
+    "transform": ({"transform": "magic"}, "transform none or ptt, got 'magic'"),
+    "draws": ({"draws": 0}, "at least 1 draw, got 0"),
+    "calibration-draws": ({"calibration_draws": 0}, "at least 1 draw"),
+    "ids-twice": ({"ids": [0, *range(119)]}, "two examples must not share noise"),
+    "few-ids": ({"ids": range(119)}, "one id per image"),
+    "names": ({"class_names": ["a", "b"]}, "4 class names, one per output of the model, got 2"),
+    "seed-negative": ({"seed": -1}, "non-negative integer, got -1"),
+    "batch-size": ({"batch_size": 0}, "batch size of at least 1"),
+    "bernstein-one-draw": ({"method": "rscp_plus_bernstein", "draws": 1, "calibration_draws": 1}, "at least 2 draws"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_bad_input_is_refused_in_one_line(case: str, model: nn.Module) -> None:
+    changes, match = BAD[case]
+    options = {"data": CAL, "method": "exact", "holdout": HELD, **ASK, **changes}
+    if isinstance(options.get("ids"), range):
+        options["ids"] = list(options["ids"])
+    with pytest.raises(InputError, match=match) as caught:
+        calibrate(model, options.pop("data"), **options)
+    assert "\n" not in str(caught.value)
+
+
+PAIRS: dict[str, tuple[Callable[[nn.Module], Sequence[Any]], dict[str, Any], str]] = {
+    "both": (lambda m: [(0.1, m), (0.2, m)], {"sigma": 0.1}, "either sigma or several"),
+    "none": (lambda m: [], {"sigma": None}, r"\(sigma, model\)"),
+    "one-impossible": (lambda m: [(0.1, m), (0.0, m)], {"sigma": None}, "sigma is 0"),
+}
+
+
+@pytest.mark.parametrize("case", list(PAIRS))
+def test_bad_pairs_are_refused(case: str, model: nn.Module) -> None:
+    make, changes, match = PAIRS[case]
+    with pytest.raises(InputError, match=match):
+        calibrate(make(model), CAL, method="exact", holdout=HELD, **{**ASK, **changes})
+
+
+def test_pairs_on_a_loader_need_their_holdout(model: nn.Module) -> None:
+    """A shuffled loader would hold out other points each time it is read."""
+    loader = DataLoader(TensorDataset(*CAL), batch_size=32, shuffle=True)
+    ask = {**ASK, "sigma": None, "method": "exact"}
+    with pytest.raises(InputError, match="reads the holdout once per pair: give it as holdout="):
+        calibrate([(0.1, model), (0.2, model)], loader, **ask)
+    assert calibrate([(0.1, model), (0.2, lame())], loader, holdout=HELD, **ask).smoother.model is model
+
+
+def test_data_without_a_length_need_their_holdout(model: nn.Module) -> None:
+    with pytest.raises(InputError, match="no length, so no holdout can be drawn from them: give one as holdout="):
+        calibrate(model, iter([CAL]), method="exact", **ASK)
+
+
+def test_a_smoother_brings_its_sigma(model: nn.Module) -> None:
+    smoother = Smoother(model, 0.1)
+    with pytest.raises(InputError, match=r"already has sigma 0\.1; leave sigma out or make them agree"):
+        calibrate(smoother, CAL, method="rcp1", **{**ASK, "sigma": 0.2})
+    assert calibrate(smoother, CAL, method="rcp1", **ASK).smoother is smoother
+
+
+class Growing(nn.Module):
+    """A model that changes its number of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.more = nearest(), 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        return nn.functional.pad(self.inner(images), (0, self.more))
+
+
+def test_bad_queries_are_refused(exact: Predictor) -> None:
+    growing = Growing()
+    other = calibrate(growing, CAL, method="rcp1", **ASK)
+    growing.more = 2
+    cases: list[tuple[Predictor, dict[str, Any], str]] = [
+        (other, {"images": TEST[0]}, "calibrated on 4 classes, the model returned 6"),
+        (exact, {"images": TEST[0][:0]}, "at least one image"),
+        (exact, {"images": spoiled(math.nan)}, "NaN or infinity, first in image 70"),
+        (exact, {"images": (TEST[0] * 255).byte()}, "convert with"),
+        (exact, {"images": TEST[0], "ids": torch.zeros(60, dtype=torch.int64)}, "must not share noise"),
+        (exact, {"images": TEST[0], "ids": torch.arange(59)}, "one id per image"),
+        (exact, {"images": TEST[0], "seed": -1}, "non-negative integer"),
+        (exact, {"images": "images.pt"}, "got str"),
+    ]
+    for predictor, query, match in cases:
+        with pytest.raises(InputError, match=match) as caught:
+            predictor.predict(**query)
+        assert "\n" not in str(caught.value)
+
+
+def test_labels_of_queries_are_ignored(exact: Predictor) -> None:
+    expected = exact.predict(TEST[0], seed=1).mask
+    for data in (TEST, (TEST[0], TEST[1] + 50), TensorDataset(*TEST), np.asarray(TEST[0])):
+        assert torch.equal(exact.predict(data, seed=1).mask, expected)
