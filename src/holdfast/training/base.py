@@ -235,7 +235,8 @@ def train_base(
         for name, value in trainer.model.state_dict().items()
         if not name.startswith("normalize.")
     }
-    content = serialize(weights, {"architecture": architecture, "sigma": str(recipe.sigma)})
+    # One metadata key: safetensors writes several in no fixed order, and equal weights should be equal files.
+    content = serialize(weights, {"holdfast": json.dumps({"architecture": architecture, "sigma": recipe.sigma})})
     # What is measured is what is stored: the float16 weights.
     trainer.model.load_state_dict(
         {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}, strict=False
