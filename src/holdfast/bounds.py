@@ -289,14 +289,13 @@ def majorant(
     r: float,
     gamma: float = 0.0,
     increment_cost: float = 1 / 2500,
-    refine: bool = True,
 ) -> tuple[Float[ndarray, " counts"], float]:
     r"""The cheapest nondecreasing g on {0..N_cal} with :math:`E\,g(\mathrm{Bin}(N_{cal}, q)) \ge h(q)` for every q.
 
     ``weights[j]`` is the share of holdout points whose count is j; the cost is :math:`\sum_j w_j g(j)` plus
     ``increment_cost`` per unit of rise, which keeps g finite at counts the holdout never showed. A linear program over
     the rises of g (HiGHS). Every q lies in a cell whose constraint pairs h at the right end with E g at the left end;
-    both increase in q, so the constraint holds on the whole cell. ``refine`` splits the tight cells and solves again.
+    both increase in q, so the constraint holds on the whole cell. Tight cells are then split and the program solved again.
 
     Returns:
         g, lifted so that every constraint holds in float64 with 1e-6 to spare, and its cost without the increments.
@@ -320,18 +319,56 @@ def majorant(
         return result.x
 
     solution = solve()
-    if refine:
-        tight = np.flatnonzero(expect @ solution - need < 1e-7)
-        finer = np.concatenate([np.linspace(z[k], z[k + 1], 9)[1:-1] for k in np.clip(tight, 1, len(z) - 3)])
-        z = np.unique(np.concatenate([z, finer]))
-        expect, need = _constraints(z, calibration_draws, draws, kappa, r, gamma)
-        solution = solve()
+    tight = np.flatnonzero(expect @ solution - need < 1e-7)
+    finer = np.concatenate([np.linspace(z[k], z[k + 1], 9)[1:-1] for k in np.clip(tight, 1, len(z) - 3)])
+    z = np.unique(np.concatenate([z, finer]))
+    expect, need = _constraints(z, calibration_draws, draws, kappa, r, gamma)
+    solution = solve()
     rises = np.zeros(calibration_draws + 1)
     rises[[0, *steps]] = np.maximum(solution, 0.0)
     violation = np.max(need - expect @ rises[[0, *steps]])
     rises[0] += max(0.0, float(violation)) + 1e-6
     g = rises.cumsum()
     return g, float(weights @ g)
+
+
+@lru_cache(maxsize=256)
+def _points(
+    calibration_draws: int, draws: int, kappa: int, r: float, gamma: float
+) -> tuple[ndarray, ndarray, tuple[int, ...]]:
+    """A few q: P[Bin >= each of a few counts] and h there, unpaired."""
+    steps = breakpoints(calibration_draws, most=24)
+    z = _cells(calibration_draws, draws, kappa, r, gamma)[0][1:-1:4]
+    tails = binomial_tail(calibration_draws, np.array([0, *steps])[None, :], ndtr(z)[:, None])
+    return tails, miss_rate(z, draws, kappa, r, gamma), steps
+
+
+def majorant_cost(
+    weights: Float[ndarray, " counts"],
+    draws: int,
+    kappa: int,
+    r: float,
+    gamma: float,
+    n: int,
+    increment_cost: float = 1 / 2500,
+) -> float:
+    """About what :func:`majorant` costs n calibration points: for choosing a threshold, **not** for certifying one.
+
+    Example:
+        >>> weights = np.array([0.95, 0.04, 0.01])
+        >>> g, cost = majorant(weights, draws=1, kappa=0, r=0.5)
+        >>> abs(majorant_cost(weights, 1, 0, 0.5, 0.0, n=10**6) / cost - 1) < 0.05
+        True
+    """
+    from scipy.optimize import linprog
+
+    expect, need, steps = _points(len(weights) - 1, draws, kappa, r, gamma)
+    tails = np.array([1.0, *(weights[j:].sum() for j in steps)])
+    price = tails + np.array([0.0, *[increment_cost] * len(steps)])
+    result = linprog(price, A_ub=-expect, b_ub=-need, bounds=(0, None), method="highs")
+    if result.status != 0:
+        raise RuntimeError(f"the majorant program did not solve: {result.message}")
+    return float((n * tails @ result.x + result.x.sum()) / (n + 1))
 
 
 def majorant_gap(g: Any, draws: int, kappa: int, r: float, gamma: float = 0.0) -> float:

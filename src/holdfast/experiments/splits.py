@@ -13,6 +13,7 @@ from torch import Tensor
 from holdfast.draws import Draws
 from holdfast.errors import InputError
 from holdfast.methods import METHODS, Method, Setting, get_method
+from holdfast.methods.exact import CountRule
 from holdfast.metrics import Spread, check_labels
 from holdfast.scores import Score, get_score
 from holdfast.transforms import PTT
@@ -148,8 +149,12 @@ class _Runner:
         self.kind = "ptt" if transform == "ptt" else "order" if method.compares_only else "plain"
         self.results: list[tuple[float, float, bool]] = []
 
+    @property
+    def depends_on_holdout(self) -> bool:
+        return self.method.uses_holdout or self.transform == "ptt"
+
     def calibration_points(self, split: Split) -> Tensor:
-        return split.calibration if self.method.uses_holdout or self.transform == "ptt" else split.more
+        return split.calibration if self.depends_on_holdout else split.more
 
     def fit(self, split: Split) -> None:
         labels, available = self.scored.labels, self.scored.logits.shape[1]
@@ -161,6 +166,8 @@ class _Runner:
         self.rule.guarantee()  # refuses impossible combinations before the work
         _, true = self.scored.draws(self.kind, self.rule.calibration_draws)
         every, _ = self.scored.draws(self.kind, self.rule.test_draws)
+        if isinstance(self.rule, CountRule):
+            _ = true.ascending, every.ascending  # sorted once, looked up for every rule
         self.calibration_statistic = self.rule.calibration_statistic(true)
         self.test_statistic = self.rule.test_statistic(every, self.scored.v)
         self.true_statistic = self.test_statistic.gather(1, labels[:, None])[:, 0]
@@ -233,7 +240,7 @@ def evaluate_methods(
         if index == 0 or redraw_holdout:
             scored.fit(split.holdout)
         for at, run in enumerate(runners):
-            if index == 0 or redraw_holdout:
+            if index == 0 or (redraw_holdout and run.depends_on_holdout):
                 run.fit(split)
             run.judge(split)
             if progress:

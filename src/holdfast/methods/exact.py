@@ -18,7 +18,15 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from holdfast.bounds import covered_at_most_given, gaussian_shift, hull_curve, hull_level, hull_levels, majorant
+from holdfast.bounds import (
+    covered_at_most_given,
+    gaussian_shift,
+    hull_curve,
+    hull_level,
+    hull_levels,
+    majorant,
+    majorant_cost,
+)
 from holdfast.conformal import conformal_quantile, conformal_rank, exact_level
 from holdfast.draws import Draws
 from holdfast.errors import InputError
@@ -125,16 +133,14 @@ class ExactAsymmetric(CountRule):
     def fit(cls, setting: Setting, holdout: Holdout | None = None, randomize: bool = False) -> ExactAsymmetric:
         if holdout is None:
             raise InputError(f"{cls.name} chooses its rule on a holdout; give one")
-        best: tuple[float, int, float, ndarray] | None = None
         law = holdout.count_law(setting.cal_draws)
+        found = []
         for gamma in (0.0, *GAMMAS) if randomize else (0.0,):
-            for kappa in likely_kappas(setting, holdout, gamma):
-                at, g = _smallest_threshold(setting, law, kappa, gamma)
-                size = float(holdout.size(setting.draws, kappa, gamma)[at])
-                if best is None or size < best[0] - 1e-12:
-                    best = size, kappa, gamma, g
-        assert best is not None
-        _, kappa, gamma, g = best
+            for kappa, start in likely_kappas(setting, holdout, gamma):
+                at = _smallest_threshold(setting, law, kappa, gamma, start)
+                found.append((float(holdout.size(setting.draws, kappa, gamma)[at]), kappa, gamma, at))
+        _, kappa, gamma, at = min(found)
+        g, _ = majorant(law[at], setting.draws, kappa, setting.r, gamma)
         return cls(setting, kappa=kappa, gamma=gamma, g=tuple(float(value) for value in g))
 
     def __post_init__(self) -> None:
@@ -222,8 +228,8 @@ def candidates(setting: Setting) -> tuple[ndarray, ndarray]:
     return c_all, kappa_all
 
 
-def _hull_sizes(setting: Setting, holdout: Holdout, gamma: float) -> tuple[ndarray, ndarray, ndarray]:
-    """Estimated set size of every candidate rule."""
+def _hull_sizes(setting: Setting, holdout: Holdout, gamma: float) -> tuple[ndarray, ndarray, ndarray, ndarray]:
+    """Estimated set size of every candidate rule, with c, kappa and the index of its threshold."""
     c, kappa = candidates(setting)
     level = hull_levels(setting.cal_draws, c, setting.draws, kappa, setting.r, setting.alpha, gamma)
     law = holdout.count_law(setting.cal_draws)
@@ -232,35 +238,42 @@ def _hull_sizes(setting: Setting, holdout: Holdout, gamma: float) -> tuple[ndarr
     by_kappa = {int(k): holdout.size(setting.draws, int(k), gamma) for k in np.unique(kappa)}
     size = np.array([by_kappa[int(k)][i] for k, i in zip(kappa, at, strict=True)])
     size[(setting.n + 1) * level < 1] = setting.classes  # too few calibration points for that level
-    return size, c, kappa
+    return size, c, kappa, at
 
 
 def best_hull_rule(setting: Setting, holdout: Holdout, gamma: float = 0.0) -> tuple[float, int, int, float]:
     """The (c, kappa) with the smallest estimated set size: (size, c, kappa, gamma)."""
-    size, c, kappa = _hull_sizes(setting, holdout, gamma)
+    size, c, kappa, _ = _hull_sizes(setting, holdout, gamma)
     best = int(size.argmin())
     return float(size[best]), int(c[best]), int(kappa[best]), gamma
 
 
-def likely_kappas(setting: Setting, holdout: Holdout, gamma: float, most: int = 7) -> list[int]:
-    """The kappas under which the hull already does best: the majorant program is solved for these alone."""
-    size, _, kappa = _hull_sizes(setting, holdout, gamma)
-    by_kappa = {int(k): float(size[kappa == k].min()) for k in np.unique(kappa)}
-    return sorted(sorted(by_kappa, key=lambda k: by_kappa[k])[:most])
+def likely_kappas(setting: Setting, holdout: Holdout, gamma: float, most: int = 7) -> list[tuple[int, int]]:
+    """The kappas under which the hull already does best, each with its threshold's index: where the majorant looks."""
+    size, _, kappa, at = _hull_sizes(setting, holdout, gamma)
+    order = size.argsort(kind="stable")
+    first = {int(kappa[i]): int(at[i]) for i in order[::-1]}  # the best of each kappa wins
+    ranked = list(dict.fromkeys(int(kappa[i]) for i in order))
+    return [(k, first[k]) for k in ranked[:most]]
 
 
-def _smallest_threshold(setting: Setting, law: ndarray, kappa: int, gamma: float) -> tuple[int, ndarray]:
-    """Bisect for the smallest threshold whose majorant fits into alpha on the holdout; returns its index and g."""
+def _smallest_threshold(setting: Setting, law: ndarray, kappa: int, gamma: float, start: int) -> int:
+    """The smallest threshold whose majorant fits into alpha on the holdout: gallop from ``start``, then bisect."""
 
-    def solve(at: int, refine: bool) -> tuple[ndarray, bool]:
-        g, cost = majorant(law[at], setting.draws, kappa, setting.r, gamma, refine=refine)
-        return g, bool((setting.n * cost + g[-1]) / (setting.n + 1) <= setting.alpha)
+    def fits(at: int) -> bool:
+        return (
+            at == len(law) - 1
+            or majorant_cost(law[at], setting.draws, kappa, setting.r, gamma, setting.n) <= setting.alpha
+        )
 
-    low, high = 0, len(law) - 1
+    low, high, step = 0, start, 4
+    while not fits(high):
+        low, high, step = high + 1, min(high + step, len(law) - 1), 2 * step
+    step = 4
     while low < high:
-        middle = (low + high) // 2
-        if solve(middle, refine=False)[1]:
-            high = middle
+        middle = max(low, high - step) if step else (low + high) // 2
+        if fits(middle):
+            high, step = middle, 2 * step
         else:
-            low = middle + 1
-    return low, solve(low, refine=True)[0]
+            low, step = middle + 1, 0
+    return high
