@@ -66,6 +66,12 @@ class Draws:
         return self.values.double().var(dim=-1)
 
     @cached_property
+    def extremes(self) -> tuple[float, float]:
+        """The smallest and the largest score."""
+        low, high = self.values.aminmax()
+        return float(low), float(high)
+
+    @cached_property
     def ascending(self) -> Tensor:
         return self.values.sort(dim=-1).values
 

@@ -138,7 +138,7 @@ class Method(ABC):
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "setting"}
 
     def _unit_interval(self, draws: Draws) -> Draws:
-        low, high = float(draws.values.min()), float(draws.values.max())
+        low, high = draws.extremes
         if not (low >= 0 and high <= 1):
             raise InputError(
                 f"{self.name} expects scores in [0, 1] (its bound assumes it), got [{low:.3g}, {high:.3g}]; "
