@@ -40,19 +40,34 @@ def svg(figure: Any) -> str:
     return text[text.index("<svg") :]
 
 
+def _lines(
+    curves: Mapping[str, Sequence[tuple[float, float]]], certified: Mapping[str, bool], x: str, y: str
+) -> tuple[Any, Any]:
+    """One line per method, dashed where nothing is certified, named at the right."""
+    figure, axis = _pyplot().subplots(figsize=(7.2, 3.8))
+    for index, (name, points) in enumerate(curves.items()):
+        style = "-" if certified[name] else "--"
+        axis.plot(
+            *zip(*points, strict=True),
+            style,
+            marker="os^D"[index // len(COLORS) % 4],
+            ms=4,
+            color=COLORS[index % len(COLORS)],
+            label=name,
+        )
+    axis.set(xlabel=x, ylabel=y)
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), title="solid: certified", title_fontsize=8)
+    return figure, axis
+
+
 def size_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]], classes: int, certified: Mapping[str, bool]
 ) -> Any:
-    """Mean set size against epsilon, one line per method; dashed where nothing is certified."""
-    plt = _pyplot()
-    figure, axis = plt.subplots(figsize=(7.2, 3.8))
-    for color, (name, points) in zip(COLORS * 3, curves.items(), strict=False):
-        x, y = zip(*points, strict=True)
-        axis.plot(x, y, marker="o", ms=4, color=color, ls="-" if certified[name] else "--", label=name)
-    axis.set(xlabel="epsilon (L2, pixel units)", ylabel="mean set size", ylim=(0, None))
-    if max(y for points in curves.values() for _, y in points) > 0.6 * classes:
+    """Mean set size against epsilon, one line per method."""
+    figure, axis = _lines(curves, certified, "epsilon (L2, pixel units)", "mean set size")
+    axis.set_ylim(0, None)
+    if max(size for points in curves.values() for _, size in points) > 0.6 * classes:
         axis.axhline(classes, color="#888", lw=0.8, ls=":")
-    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), title="solid: certified", title_fontsize=8)
     return figure
 
 
@@ -60,14 +75,9 @@ def coverage_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]], alpha: float, certified: Mapping[str, bool]
 ) -> Any:
     """Attacked coverage against the attack radius, one line per method."""
-    plt = _pyplot()
-    figure, axis = plt.subplots(figsize=(7.2, 3.6))
-    for color, (name, points) in zip(COLORS * 3, curves.items(), strict=False):
-        x, y = zip(*points, strict=True)
-        axis.plot(x, y, marker="o", ms=4, color=color, ls="-" if certified[name] else "--", label=name)
+    figure, axis = _lines(curves, certified, "attack radius (L2)", "coverage")
     axis.axhline(1 - alpha, color="#222", lw=1, ls=":")
-    axis.set(xlabel="attack radius (L2)", ylabel="coverage", ylim=(None, 1.01))
-    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), title="solid: certified", title_fontsize=8)
+    axis.set_ylim(None, 1.01)
     return figure
 
 
