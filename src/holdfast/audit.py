@@ -85,11 +85,10 @@ def judge(
     predictor: Predictor, evaluation: Evaluation, radius: float, level: tuple[float, float]
 ) -> tuple[bool, float, str]:
     """Whether 1 - alpha was promised, the p-value of the observed coverage under it, and the verdict."""
-    epsilon = level[1]
-    rule = predictor.levels[level].rule
+    epsilon, calibrated = level[1], predictor.levels[level]
+    rule = calibrated.rule
     promised = radius == 0 or (rule.certified and radius <= epsilon * (1 + 1e-9))
     m = evaluation.coverage.count
-    calibrated = predictor.levels[level]
     true = predictor.calibration_draws(level).first(rule.calibration_draws)
     p_value = rule.p_value(round(evaluation.coverage.mean * m), m, true, calibrated.threshold)
     low = p_value < VIOLATION

@@ -218,7 +218,7 @@ class _Request:
         if holdout is None:
             raise InputError("no holdout point was read; give holdout=(images, labels)")
         short = self.setting(level, sigma, n, classes, min(self.draws, self.calibration_draws))
-        rules: list[Method] = [Exact.fit(s, holdout, self.randomize) for s in {setting, short}]
+        rules: list[Method] = [Exact.fit(s, holdout, self.randomize) for s in dict.fromkeys((setting, short))]
         rules.append(ExactAsymmetric.fit(setting, holdout, self.randomize))
         return min(rules, key=lambda rule: rule.estimated_size(holdout))
 

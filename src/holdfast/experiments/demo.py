@@ -103,7 +103,7 @@ def _run(seed: int, say: Callable[[str], None]) -> DemoResult:
     say(f"training a small CNN on {len(train)} digits under noise of sigma {SIGMA:g}")
     model = fit_under_noise(SmallCNN(), *train.pair, SIGMA, epochs=60, seed=seed, progress=False)
     smoothers = {sigma: RememberingSmoother(model, sigma) for sigma in (0.0, SIGMA)}
-    predictors: dict[str, Predictor] = {entry.name: None for entry in ENTRIES}  # type: ignore[misc]
+    predictors: dict[str, Predictor] = {}
     clean: dict[str, Evaluation] = {}
     curves: dict[str, list[tuple[float, float]]] = {}
     for entry in sorted(ENTRIES, key=lambda entry: -entry.draws):  # most draws first: the others reuse them
@@ -119,6 +119,7 @@ def _run(seed: int, say: Callable[[str], None]) -> DemoResult:
         clean[entry.name] = sets[ALPHA, EPSILON].evaluate(test.labels)
         curves[entry.name] = sorted((epsilon, float(s.size.double().mean())) for (_, epsilon), s in sets.items())
     curves = {entry.name: curves[entry.name] for entry in ENTRIES}
+    predictors = {entry.name: predictors[entry.name] for entry in ENTRIES}
     say(f"attacking {ATTACKED} test images: 20 L2 steps of length {EPSILON / 10:g} inside a ball of radius {EPSILON:g}")
     report = audit(predictors, test[:ATTACKED].pair, steps=20, draws=16, seed=seed + 3, progress=False)
     reference = predictors["exact, 16 draws"]
