@@ -133,8 +133,7 @@ def test_the_command_line_says_what_it_needs() -> None:
 
 
 def test_rich_is_needed_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delitem(sys.modules, "holdfast.cli", raising=False)
-    for name in [name for name in sys.modules if name == "rich" or name.startswith("rich.")]:
+    for name in [name for name in sys.modules if name.startswith(("rich", "holdfast.cli"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)
     assert main() == 2
@@ -142,7 +141,8 @@ def test_rich_is_needed_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_a_broken_import_of_our_own_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "holdfast.cli", raising=False)
+    for name in [name for name in sys.modules if name.startswith("holdfast.cli")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "holdfast.methods", None)
     with pytest.raises(ModuleNotFoundError, match=r"holdfast\.methods"):
         main()

@@ -1,57 +1,30 @@
-"""The command line: thin. Everything it prints comes from functions that return values."""
+"""The demo, the plan, the evaluation of precomputed logits and the audit."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from holdfast.errors import InputError
+from holdfast.cli.console import (
+    Alpha,
+    Epsilon,
+    Json,
+    ScoreName,
+    Seed,
+    Sigma,
+    TransformName,
+    app,
+    err,
+    out,
+    print_json,
+    print_table,
+)  # fmt: skip
 from holdfast.methods import METHODS
-
-app = typer.Typer(
-    help="Prediction sets that keep their coverage under attack.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-)
-err = Console(stderr=True)
-# Where nobody watches (a pipe, a log) a table is as wide as it needs to be.
-out = Console() if sys.stdout.isatty() else Console(width=140)
-
-ScoreName = Literal["hps", "aps", "raps"]
-TransformName = Literal["none", "ptt", "both"]
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-Alpha = Annotated[float, typer.Option(help="Miscoverage: 0.1 promises that 90 % of sets hold the truth.")]
-Epsilon = Annotated[float, typer.Option(help="L2 radius of the attack, in pixel units (images in [0, 1]).")]
-Sigma = Annotated[float, typer.Option(help="Standard deviation of the Gaussian noise, in pixel units.")]
-Seed = Annotated[int, typer.Option(help="Seed of splits, noise and training: the same seed gives the same numbers.")]
-
-
-def print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=1) + "\n")
-
-
-def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", header_style="bold", padding=(0, 1, 0, 0))
-    for index, name in enumerate(head):
-        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    out.print(table)
-    if caption:
-        out.print(caption, style="dim", highlight=False)
 
 
 @app.command()
@@ -285,35 +258,3 @@ def audit(
     )  # fmt: skip
     if page:
         out.print(f"report  {page}", highlight=False, soft_wrap=True)
-
-
-def _repeat_method(arguments: Sequence[str]) -> list[str]:
-    """Let ``--method a b`` mean ``--method a --method b``."""
-    spelled: list[str] = []
-    for word in arguments:
-        if word in (*METHODS, "all", "auto") and len(spelled) >= 2 and spelled[-2] == "--method":
-            spelled.append("--method")
-        spelled.append(word)
-    return spelled
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; errors meant for people are one line on stderr."""
-    try:
-        result = app(args=_repeat_method(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
-        return result if isinstance(result, int) else 0
-    except InputError as error:
-        err.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-        return 2
-    except typer.Exit as stop:
-        return stop.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        err.print("stopped")
-        return 130
-    except Exception as error:
-        message = getattr(error, "format_message", None)
-        if message is None:
-            raise
-        if message():  # a usage error of the command line itself; without a message it has shown its help
-            err.print(f"error: {message()}", style="red", highlight=False, markup=False, soft_wrap=True)
-        return 2

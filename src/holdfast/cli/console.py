@@ -1,0 +1,48 @@
+"""What every command shares: the application, the consoles, common options, tables and JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    help="Prediction sets that keep their coverage under attack.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+err = Console(stderr=True)
+# Where nobody watches (a pipe, a log) a table is as wide as it needs to be.
+out = Console() if sys.stdout.isatty() else Console(width=140)
+
+ScoreName = Literal["hps", "aps", "raps"]
+TransformName = Literal["none", "ptt", "both"]
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Alpha = Annotated[float, typer.Option(help="Miscoverage: 0.1 promises that 90 % of sets hold the truth.")]
+Epsilon = Annotated[float, typer.Option(help="L2 radius of the attack, in pixel units (images in [0, 1]).")]
+Sigma = Annotated[float, typer.Option(help="Standard deviation of the Gaussian noise, in pixel units.")]
+Seed = Annotated[int, typer.Option(help="Seed of splits, noise and training: the same seed gives the same numbers.")]
+
+
+def print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=1) + "\n")
+
+
+def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", header_style="bold", padding=(0, 1, 0, 0))
+    for index, name in enumerate(head):
+        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+    if caption:
+        out.print(caption, style="dim", highlight=False)
