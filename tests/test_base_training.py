@@ -1,9 +1,10 @@
-"""Base models and heads: training that stops and goes on, crops that are crops, a backbone that stays frozen."""
+"""Base models: training that stops and goes on, crops that are crops, cards that tell the truth."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,8 @@ from safetensors.torch import load_file
 from holdfast.datasets import Labelled, digits
 from holdfast.errors import InputError
 from holdfast.models import SmallCNN, load_weights
-from holdfast.training import base
-from holdfast.training.base import Recipe, augment, noisy_accuracy, train_base
-from holdfast.training.conformal import RCT
-from holdfast.training.heads import PRESETS, FeatureBank, HeadRecipe, last_linear, train_head
+from holdfast.training.base import Recipe, Trainer, augment, noisy_accuracy, train_base
+from holdfast.training.resume import Checkpoint
 
 RECIPE = Recipe(sigma=0.25, epochs=6, batch_size=64, lr=0.05, warmup_epochs=1, pad=1, flip=False)
 
@@ -40,18 +39,18 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
 ) -> None:
     """Killed right after a checkpoint, resumed: the same bytes as an uninterrupted run, and no checkpoint left."""
     whole = train(parts, tmp_path / "whole.safetensors")
-    save = base._save_checkpoint
+    save = Checkpoint.save
 
-    def save_and_die(trainer: base.Trainer, path: Path, seconds: float) -> None:
-        save(trainer, path, seconds)
-        if trainer.epoch == 3:
+    def save_and_die(self: Checkpoint, path: Path, recipe: dict[str, Any]) -> None:
+        save(self, path, recipe)
+        if self.epoch == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(base, "_save_checkpoint", save_and_die)
+    monkeypatch.setattr(Checkpoint, "save", save_and_die)
     with pytest.raises(KeyboardInterrupt):
         train(parts, tmp_path / "killed.safetensors", checkpoint_seconds=0.0)
     assert [p.name for p in tmp_path.glob("killed*")] == ["killed.checkpoint.safetensors"]
-    monkeypatch.setattr(base, "_save_checkpoint", save)
+    monkeypatch.setattr(Checkpoint, "save", save)
     resumed = train(parts, tmp_path / "killed.safetensors")
     assert resumed["sha256"] == whole["sha256"]
     assert (tmp_path / "killed.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
@@ -72,8 +71,9 @@ def test_the_card_describes_the_file(parts: tuple[Labelled, Labelled], tmp_path:
 
 def test_another_recipe_or_a_damaged_checkpoint_is_refused(parts: tuple[Labelled, Labelled], tmp_path: Path) -> None:
     out = tmp_path / "model.safetensors"
-    trainer = base.Trainer(SmallCNN(), parts[0], Recipe(sigma=0.5, batch_size=64), "cpu")
-    base._save_checkpoint(trainer, tmp_path / "model.checkpoint.safetensors", 1.0)
+    other = Recipe(sigma=0.5, batch_size=64)
+    trainer = Trainer(SmallCNN(), parts[0], other, "cpu")
+    Checkpoint(trainer.state(), 1, 1.0).save(tmp_path / "model.checkpoint.safetensors", asdict(other))
     with pytest.raises(InputError, match="another recipe"):
         train(parts, out)
     (tmp_path / "model.checkpoint.safetensors").write_bytes(b"nonsense")
@@ -92,64 +92,6 @@ def test_augmented_images_are_crops_and_mirrors() -> None:
     for image, source in zip(images, padded[[2, 0, 1, 2]], strict=True):
         crops = [source[:, i : i + 6, j : j + 6].float() / 255 for i in range(3) for j in range(3)]
         assert any(torch.equal(image, c) or torch.equal(image, c.flip(-1)) for c in crops)
-
-
-@pytest.fixture(scope="module")
-def backbone(parts: tuple[Labelled, Labelled]) -> SmallCNN:
-    from holdfast.training import fit_under_noise
-
-    torch.manual_seed(0)
-    model = SmallCNN()
-    fit_under_noise(model, *parts[0].pair, sigma=0.25, epochs=8, progress=False)
-    return model
-
-
-def test_the_bank_holds_the_backbones_features(parts: tuple[Labelled, Labelled], backbone: SmallCNN) -> None:
-    """Without noise and crops every copy is the feature vector itself, to half precision."""
-    data = parts[0][:20]
-    bank = FeatureBank.build(backbone, data, 0.0, 2, pad=0, flip=False, progress=False)
-    with torch.no_grad():
-        features = backbone.features(backbone.normalize((data.images * 255).round() / 255))
-    assert torch.allclose(bank.features[:, 0].float(), features, atol=2e-3)
-    assert torch.equal(bank.features[:, 0], bank.features[:, 1])
-
-
-def test_only_the_head_is_trained_and_sets_shrink(parts: tuple[Labelled, Labelled], backbone: SmallCNN) -> None:
-    bank = FeatureBank.build(backbone, parts[0], 0.25, 8, pad=0, flip=False, progress=False)
-    log: list[dict[str, float]] = []
-    trained = train_head(
-        backbone, bank, RCT(r=0.5), HeadRecipe(epochs=60, batch_size=200), log=log.append, progress=False
-    )
-    before, after = backbone.state_dict(), trained.state_dict()
-    name, _ = last_linear(backbone)
-    changed = {key for key in before if not torch.equal(before[key], after[key])}
-    assert changed == {f"{name}.weight", f"{name}.bias"}
-    assert log[-1]["hard_size"] < log[0]["hard_size"] - 1
-    again = train_head(backbone, bank, RCT(r=0.5), HeadRecipe(epochs=60, batch_size=200), progress=False)
-    assert torch.equal(again.state_dict()[f"{name}.weight"], after[f"{name}.weight"])
-    with pytest.raises(InputError, match="holds 8 copies"):
-        train_head(backbone, bank, RCT(), HeadRecipe(copies=9), progress=False)
-
-
-def test_presets_are_the_papers() -> None:
-    """Appendix C: batch, rate, temperature, lambda, kappa, milestones."""
-    ten, hundred = PRESETS["cifar10"], PRESETS["cifar100"]
-    assert (ten.recipe.batch_size, ten.recipe.lr, ten.temperature, ten.size_weight, ten.kappa) == (
-        500,
-        0.05,
-        0.1,
-        1.0,
-        1.0,
-    )
-    assert (hundred.recipe.batch_size, hundred.recipe.lr, hundred.temperature, hundred.size_weight) == (
-        100,
-        0.005,
-        1.0,
-        0.01,
-    )
-    assert ten.recipe.milestones == [60, 90, 120]
-    with pytest.raises(InputError, match="conftr and rct"):
-        ten.loss("magic", 0.5)
 
 
 @pytest.mark.parametrize("name", ["cifar10-resnet110-sigma0.25", "cifar100-resnet110-sigma0.25"])

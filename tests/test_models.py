@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from holdfast.errors import InputError
-from holdfast.models import CifarResNet, Normalize, SmallCNN, load_weights
+from holdfast.models import CifarResNet, Normalize, ResNet50, SmallCNN, load_weights
 from holdfast.models.cifar_resnet import MEAN, STD
 
 
@@ -200,3 +200,45 @@ def test_public_weights_load_and_answer(assets: Path) -> None:
     assert logits.isfinite().all()
     assert float((logits[0] - logits[1]).abs().max()) > 0.1
     assert float(logits.std(dim=1).min()) > 0.1
+
+
+# -- ResNet-50 ---------------------------------------------------------------------------------------------------------
+
+
+def test_resnet50_has_torchvisions_names() -> None:
+    """320 entries of its state dict; 25 557 032 parameters; a few names and shapes that pin the layout."""
+    with torch.device("meta"):
+        model = ResNet50()
+    state = {name: tuple(value.shape) for name, value in model.state_dict().items() if not name.startswith("normalize")}
+    assert len(state) == 320
+    assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
+    assert state["conv1.weight"] == (64, 3, 7, 7)
+    assert state["layer1.0.downsample.0.weight"] == (256, 64, 1, 1)
+    assert state["layer2.0.conv2.weight"] == (128, 128, 3, 3)
+    assert state["layer3.5.bn3.running_var"] == (1024,)
+    assert state["layer4.2.conv3.weight"] == (2048, 512, 1, 1)
+    assert state["layer4.0.downsample.1.num_batches_tracked"] == ()
+    assert state["fc.weight"] == (1000, 2048)
+    assert {name.split(".")[0] for name in state} == {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"}
+
+
+def test_resnet50_halves_five_times_and_strides_in_the_middle(tmp_path: Path) -> None:
+    """224 pixels become 7; the stride sits on the 3x3 convolution; a smoothing checkpoint with its prefixes loads."""
+    torch.manual_seed(0)
+    model = ResNet50(classes=5).eval()
+    with torch.inference_mode():
+        image = torch.rand(1, 3, 64, 64)
+        stem = model.maxpool(torch.relu(model.bn1(model.conv1(model.normalize(image)))))
+        deep = model.layer4(model.layer3(model.layer2(model.layer1(stem))))
+        assert (stem.shape[-1], deep.shape[-1]) == (16, 2)
+        assert torch.allclose(model(image), model.fc(deep.mean(dim=(2, 3))), atol=1e-5)
+    first: Any = model.layer2[0]
+    assert (first.conv1.stride, first.conv2.stride, first.conv3.stride) == ((1, 1), (2, 2), (1, 1))
+    path = tmp_path / "checkpoint.pth.tar"
+    state = {
+        f"1.module.{name}": value for name, value in model.state_dict().items() if not name.startswith("normalize")
+    }
+    torch.save({"state_dict": state, "epoch": 90, "arch": "resnet50"}, path)
+    loaded = load_weights(ResNet50(classes=5), path)
+    with torch.inference_mode():
+        assert torch.equal(loaded(image), model(image))

@@ -15,7 +15,7 @@ from holdfast.datasets import Labelled, cifar, digits
 from holdfast.errors import InputError
 from holdfast.logits_file import read_arrays
 from holdfast.metrics import check_labels
-from holdfast.models import CifarResNet, SmallCNN, load_weights
+from holdfast.models import CifarResNet, ResNet50, SmallCNN, find_weights, load_head, load_weights
 from holdfast.smoothing import Classifier
 
 MODELS: dict[str, Callable[[int], nn.Module]] = {
@@ -23,13 +23,18 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
     "cifar-resnet20": lambda classes: CifarResNet(20, classes),
     "cifar-resnet56": lambda classes: CifarResNet(56, classes),
     "cifar-resnet110": lambda classes: CifarResNet(110, classes),
+    "resnet50": lambda classes: ResNet50(classes),
 }
 
 
 def load_model(
-    spec: str, weights: str | Path | None = None, classes: int = 10, device: str | None = None
+    spec: str,
+    weights: str | Path | None = None,
+    classes: int = 10,
+    device: str | None = None,
+    head: str | Path | None = None,
 ) -> Classifier:
-    """A model by name (with weights), or ``package.module:function``: a function without arguments that returns one.
+    """A model by name (with weights, and a conformally trained head over them), or ``package.module:function``: a function without arguments that returns one.
 
     Example:
         >>> type(load_model("torch.nn:Identity")).__name__
@@ -38,11 +43,12 @@ def load_model(
     if spec in MODELS:
         model = MODELS[spec](classes)
         model = load_weights(model, weights) if weights is not None else model
+        model = load_head(model, find_weights(head)) if head is not None else model
         return model.to(device) if device else model
     match = re.fullmatch(r"([\w.]+):(\w+)", spec)
     if not match:
         raise InputError(f"expected a model among {', '.join(MODELS)} or package.module:function, got {spec!r}")
-    if weights is not None:
+    if weights is not None or head is not None:
         raise InputError("weights are for built-in models; let your function load its own")
     try:
         factory = getattr(importlib.import_module(match[1]), match[2])
@@ -54,14 +60,25 @@ def load_model(
     return cast(Classifier, made.to(device) if device and isinstance(made, nn.Module) else made)
 
 
-def load_data(spec: str, folder: str | Path | None = None) -> Labelled:
+def load_parts(spec: str, folder: str | Path | None = None, seed: int = 0) -> tuple[Labelled, Labelled]:
+    """Training and test data: the official parts where there are such, a random four fifths and the rest elsewhere."""
+    if spec in ("cifar10", "cifar100"):
+        return load_data(spec, folder, "train"), load_data(spec, folder)
+    data = load_data(spec, folder)
+    if len(data) < 2:
+        raise InputError(f"expected at least 2 examples in {spec}, got {len(data)}")
+    train, test = data.split(max(1, 4 * len(data) // 5), -1, seed=seed)
+    return train, test
+
+
+def load_data(spec: str, folder: str | Path | None = None, part: str = "test") -> Labelled:
     """Data by name, or a safetensors or npz file with ``images`` [n, c, h, w] in [0, 1] and ``labels`` [n]."""
     if spec == "digits":
         return digits()
     if spec in ("cifar10", "cifar100"):
         if folder is None:
             raise InputError(f"{spec} needs the folder of its official files: --data-dir DIR")
-        return cifar(spec, folder, "test")
+        return cifar(spec, folder, part)
     if Path(spec).suffix not in (".npz", ".safetensors"):
         raise InputError(f"expected digits, cifar10, cifar100 or a .npz or .safetensors file, got {spec!r}")
     images, labels = read_arrays(spec, "images", "labels")

@@ -1,7 +1,11 @@
 """Networks. Normalisation is inside every model, so that epsilon and sigma are in pixel units."""
 
-from holdfast.models.checkpoints import load_weights
+from holdfast.models.checkpoints import find_weights, load_weights
 from holdfast.models.cifar_resnet import CifarResNet
+from holdfast.models.heads import backbone, last_linear, load_head
+from holdfast.models.resnet50 import ResNet50
 from holdfast.models.small_cnn import Normalize, SmallCNN
 
-__all__ = ["CifarResNet", "Normalize", "SmallCNN", "load_weights"]
+__all__ = [
+    "CifarResNet", "Normalize", "ResNet50", "SmallCNN", "backbone", "find_weights", "last_linear", "load_head", "load_weights",
+]  # fmt: skip

@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from holdfast.errors import InputError
 
 
+def find_weights(name: str | Path) -> Path:
+    """A weights file by path, or by name: looked for in ``$HOLDFAST_WEIGHTS`` and in the ``weights`` of a checkout.
+
+    The package itself carries no weights: an installed holdfast finds them by path or through the variable.
+    """
+    given = Path(name)
+    if given.is_file():
+        return given
+    named = os.environ.get("HOLDFAST_WEIGHTS")
+    folders = [Path(named)] if named else []
+    folders.append(Path(__file__).resolve().parents[3] / "weights")
+    if given.name == str(name):  # a bare name, not a path that went wrong
+        for folder in folders:
+            for file in (folder / given.name, folder / f"{given.name}.safetensors"):
+                if file.is_file():
+                    return file
+    known = sorted(file.stem for folder in folders for file in folder.glob("*.safetensors"))
+    raise InputError(
+        f"no weights at {name}; give a path, or set HOLDFAST_WEIGHTS to their folder. "
+        + (f"Known by name here: {', '.join(known)}" if known else "No weights are known by name here")
+    )
+
+
 def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
-    """Load a checkpoint into a model, in float32 and eval mode, and say what does not fit.
+    """Load a checkpoint (a path, or a name that :func:`find_weights` knows) into a model, in float32 and eval mode.
 
     Accepts plain state dicts, those wrapped as ``{"state_dict": ...}``, and the ``module.`` / ``1.`` prefixes that data
     parallelism and an outer normalisation layer leave behind. The model's own normalisation constants stay.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise InputError(f"no weights at {path}")
+    path = find_weights(path)
     try:
         state: Any = (
             load_file(path)
@@ -58,6 +81,17 @@ def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
             )
     model.load_state_dict({name: value.to(own[name].dtype) for name, value in given.items()}, strict=False)
     return model.eval()
+
+
+def weights_bytes(model: nn.Module, about: dict[str, Any]) -> bytes:
+    """The model's weights as a float16 safetensors file; normalisation constants belong to the architecture and stay out."""
+    state = {
+        name: (value.half() if value.is_floating_point() else value).detach().cpu().contiguous()
+        for name, value in model.state_dict().items()
+        if not name.startswith("normalize.")
+    }
+    # One metadata key: safetensors writes several in no fixed order, and equal weights should be equal files.
+    return save(state, {"holdfast": json.dumps(about)})
 
 
 def _plain(name: str) -> str:

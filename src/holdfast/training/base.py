@@ -4,7 +4,6 @@ SGD with momentum, linear warm-up then cosine, crops and flips and Gaussian nois
 whole step is one graph: a ResNet-110 has hundreds of small kernels per step, and launching them costs more than running them.
 """
 
-# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import hashlib
@@ -18,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as serialize
+from safetensors.torch import load as deserialize
 from torch import Tensor, nn
 
-from holdfast.artifact import write_atomically
+from holdfast.artifact import make_folder, write_atomically
 from holdfast.datasets import Labelled
 from holdfast.errors import InputError
+from holdfast.models.checkpoints import weights_bytes
 from holdfast.progress import Bar, Report
+from holdfast.training.optimise import Replayed, Sgd, copy_into, epoch_key
+from holdfast.training.resume import Checkpoint, checkpoint_path
 
 
 @dataclass(frozen=True)
@@ -80,21 +81,20 @@ class Trainer:
     """A model, its momentum and its data on one device; knows how to take a step and how to stop and go on."""
 
     def __init__(self, model: nn.Module, data: Labelled, recipe: Recipe, device: torch.device | str) -> None:
+        if len(data) < recipe.batch_size:
+            raise InputError(f"expected at least one batch of {recipe.batch_size} images, got {len(data)}")
         self.device, self.recipe = torch.device(device), recipe
         self.model = model.to(self.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         pixels = (data.images * 255).round().to(torch.uint8)
         self.padded = nn.functional.pad(pixels, [recipe.pad] * 4).to(self.device)
         self.labels = data.labels.to(self.device)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.velocity = [torch.zeros_like(p) for p in self.parameters]
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.sgd = Sgd(trained, recipe.momentum, recipe.weight_decay)
         self.index = torch.zeros(recipe.batch_size, dtype=torch.int64, device=self.device)
-        self.lr = torch.zeros((), device=self.device)
         self.loss = torch.zeros((), device=self.device)
         self.epoch = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self.step = Replayed(self._step, self.state, self.device)
         torch.backends.cudnn.benchmark = self.device.type == "cuda"
-        if len(data) < recipe.batch_size:
-            raise InputError(f"expected at least one batch of {recipe.batch_size} images, got {len(data)}")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -106,52 +106,20 @@ class Trainer:
         half = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
         with half if self.device.type == "cuda" else nullcontext():
             loss = nn.functional.cross_entropy(self.model(images), self.labels[self.index])
-        gradients = torch.autograd.grad(loss, self.parameters)
-        with torch.no_grad():
-            gradients = torch._foreach_add(gradients, self.parameters, alpha=self.recipe.weight_decay)
-            torch._foreach_mul_(self.velocity, self.recipe.momentum)
-            torch._foreach_add_(self.velocity, gradients)
-            torch._foreach_sub_(self.parameters, torch._foreach_mul(self.velocity, self.lr))
-            self.loss.copy_(loss)
-
-    def step(self, index: Tensor, lr: float) -> None:
-        """One step of SGD on these examples."""
-        self.index.copy_(index)
-        self.lr.fill_(lr)
-        if self.device.type != "cuda":
-            self._step()
-            return
-        if self._graph is None:
-            self._capture()
-        assert self._graph is not None
-        self._graph.replay()
-
-    def _capture(self) -> None:
-        """Record one step as a CUDA graph; warm-up steps must leave no trace."""
-        kept = {name: value.clone() for name, value in self.state().items()}
-        lr = self.lr.clone()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self._step()
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._step()
-        self.restore(kept)
-        self.lr.copy_(lr)
+        self.sgd.step(torch.autograd.grad(loss, self.sgd.parameters))
+        self.loss.copy_(loss.detach())
 
     def run_epoch(self, bar: Bar | None = None) -> float:
-        """One pass over the data; its randomness depends on (seed, epoch) alone, so a resumed run takes the same steps."""
-        key = int.from_bytes(hashlib.sha256(f"{self.recipe.seed}/{self.epoch}".encode()).digest()[:6], "little")
-        torch.manual_seed(key)
+        """One pass over the data, in an order and under noise that depend on (seed, epoch) alone."""
+        torch.manual_seed(epoch_key(self.recipe.seed, self.epoch))
         self.model.train()
         order = torch.randperm(len(self.labels), device=self.device)
         total = torch.zeros((), device=self.device)
         for step in range(self.steps_per_epoch):
-            index = order[step * self.recipe.batch_size : (step + 1) * self.recipe.batch_size]
-            self.step(index, self.recipe.learning_rate(self.epoch * self.steps_per_epoch + step, self.steps_per_epoch))
+            self.index.copy_(order[step * self.recipe.batch_size : (step + 1) * self.recipe.batch_size])
+            done = self.epoch * self.steps_per_epoch + step
+            self.sgd.lr.fill_(self.recipe.learning_rate(done, self.steps_per_epoch))
+            self.step()
             total += self.loss
             if bar:
                 bar.advance()
@@ -159,17 +127,8 @@ class Trainer:
         return float(total) / self.steps_per_epoch
 
     def state(self) -> dict[str, Tensor]:
-        momentum = {f"velocity.{i}": value for i, value in enumerate(self.velocity)}
-        return {**{f"model.{name}": value for name, value in self.model.state_dict().items()}, **momentum}
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        # Copied in place: a captured graph holds on to these very tensors.
-        own = self.state()
-        if set(own) != set(state):
-            raise InputError("the checkpoint belongs to another architecture; delete it or train elsewhere")
-        with torch.no_grad():
-            for name, value in own.items():
-                value.copy_(state[name])
+        """Everything a step changes."""
+        return {**{f"model.{name}": value for name, value in self.model.state_dict().items()}, **self.sgd.state()}
 
 
 @torch.inference_mode()
@@ -202,18 +161,23 @@ def train_base(
     """Train under noise and write ``out`` (float16 safetensors) and its card (JSON, the same name); returns the card.
 
     A checkpoint beside ``out`` is renewed at the end of every epoch that finds it older than ``checkpoint_seconds``, always
-    under a temporary name first. A run that was killed goes on from it and takes the steps it would have taken.
+    under a temporary name first. A run that was killed goes on from it and takes the steps it would have taken. The model
+    starts from the weights it has: a trained classifier is fine-tuned, a fresh one trained.
     """
-    out = Path(out)
-    if out.suffix != ".safetensors":
-        raise InputError(f"expected an output file that ends in .safetensors, got {out.name}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint = out.with_suffix(".checkpoint.safetensors")
+    out, checkpoint = Path(out), checkpoint_path(out)
+    make_folder(out.parent)
     trainer = Trainer(model, train, recipe, device)
-    spent = _resume(trainer, checkpoint, recipe) if resume else 0.0
+    before = Checkpoint.load(checkpoint, asdict(recipe), trainer.state()) if resume else None
+    if before:
+        copy_into(trainer.state(), before.state)
+        trainer.epoch = before.epoch
+        say(f"going on after epoch {before.epoch} of {recipe.epochs}")
+    spent, first = (before.seconds, before.epoch) if before else (0.0, 0)
     start = saved = time.monotonic()
-    total = recipe.epochs * trainer.steps_per_epoch
-    with Bar("training", total, progress) as bar:
+    with (
+        torch.random.fork_rng([trainer.device] if trainer.device.type == "cuda" else []),
+        Bar("training", recipe.epochs * trainer.steps_per_epoch, progress) as bar,
+    ):
         bar.done = trainer.epoch * trainer.steps_per_epoch
         while trainer.epoch < recipe.epochs:
             loss = trainer.run_epoch(bar)
@@ -222,25 +186,17 @@ def train_base(
             now = time.monotonic()
             if trainer.epoch % 5 == 0 or trainer.epoch == recipe.epochs:
                 accuracy = noisy_accuracy(trainer.model, test, recipe.sigma, trainer.device)
-                left = (now - start) / max(1, trainer.epoch) * (recipe.epochs - trainer.epoch)
+                left = (now - start) / (trainer.epoch - first) * (recipe.epochs - trainer.epoch)
                 say(
                     f"epoch {trainer.epoch}/{recipe.epochs}  loss {loss:.3f}  noisy accuracy {accuracy:.3f}  {left:.0f} s left"
                 )
             if now - saved >= checkpoint_seconds and trainer.epoch < recipe.epochs:
-                _save_checkpoint(trainer, checkpoint, spent + now - start)
+                Checkpoint(trainer.state(), trainer.epoch, spent + now - start).save(checkpoint, asdict(recipe))
                 saved = now
     seconds = spent + time.monotonic() - start
-    weights = {
-        name: (value.half() if value.is_floating_point() else value).cpu().contiguous()
-        for name, value in trainer.model.state_dict().items()
-        if not name.startswith("normalize.")
-    }
-    # One metadata key: safetensors writes several in no fixed order, and equal weights should be equal files.
-    content = serialize(weights, {"holdfast": json.dumps({"architecture": architecture, "sigma": recipe.sigma})})
+    content = weights_bytes(trainer.model, {"architecture": architecture, "sigma": recipe.sigma})
     # What is measured is what is stored: the float16 weights.
-    trainer.model.load_state_dict(
-        {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}, strict=False
-    )
+    trainer.model.load_state_dict(deserialize(content), strict=False)
     card = {
         "architecture": architecture,
         "dataset": train.name,
@@ -251,9 +207,7 @@ def train_base(
         "top1_accuracy_one_noisy_draw_test": noisy_accuracy(trainer.model, test, recipe.sigma, trainer.device),
         "sha256": hashlib.sha256(content).hexdigest(),
         "seconds": round(seconds, 1),
-        "hardware": torch.cuda.get_device_name()
-        if trainer.device.type == "cuda"
-        else f"{torch.get_num_threads()} CPU threads",
+        "hardware": hardware(trainer.device),
         "torch": torch.__version__,
     }
     write_atomically(out, content)
@@ -262,24 +216,6 @@ def train_base(
     return card
 
 
-def _save_checkpoint(trainer: Trainer, path: Path, seconds: float) -> None:
-    state = {name: value.detach().cpu().contiguous() for name, value in trainer.state().items()}
-    facts = {"epoch": str(trainer.epoch), "recipe": json.dumps(asdict(trainer.recipe)), "seconds": str(seconds)}
-    write_atomically(path, serialize(state, facts))
-
-
-def _resume(trainer: Trainer, path: Path, recipe: Recipe) -> float:
-    """Restore a checkpoint if there is one; returns the seconds already spent."""
-    if not path.is_file():
-        return 0.0
-    try:
-        with safe_open(path, framework="pt") as file:
-            facts = file.metadata() or {}
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{path} is not a readable checkpoint ({error}); delete it to start over") from None
-    if json.loads(facts.get("recipe", "{}")) != asdict(recipe):
-        raise InputError(f"{path} belongs to another recipe; delete it to start over, or train into another file")
-    trainer.restore(state)
-    trainer.epoch = int(facts["epoch"])
-    return float(facts["seconds"])
+def hardware(device: torch.device) -> str:
+    """What a run was timed on."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
