@@ -168,7 +168,7 @@ def test_missing_options_and_commands_are_refused(capsys: pytest.CaptureFixture[
 
 ROW = {
     "method", "score", "transform", "certified", "alpha", "epsilon", "sigma", "draws", "calibration_draws", "splits", "size",
-    "coverage", "trivial_splits",
+    "coverage", "trivial_splits", "attack",
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,15 @@ from torch import Tensor
 from holdfast.conformal import conformal_quantile
 from holdfast.draws import Draws
 from holdfast.errors import InputError
-from holdfast.experiments.splits import Row, check_logits, evaluate_methods, random_splits
+from holdfast.experiments.splits import (
+    Attacked,
+    Request,
+    Row,
+    check_logits,
+    evaluate_methods,
+    evaluate_requests,
+    random_splits,
+)
 from holdfast.methods import METHODS, Exact, Setting
 from holdfast.scores import hps, log_odds
 from holdfast.transforms import PTT
@@ -263,3 +272,51 @@ def test_uncertified_sizes_on_cifar10(
     row = size_on(cifar10, method, transform)
     assert low <= row.size.mean <= high
     assert row.coverage.mean >= 0.89
+
+
+# -- several requests, attacked test points ------------------------------------------------------------------------------
+
+
+def test_requests_at_other_draws_and_radii_are_those_of_separate_runs(data: tuple[Tensor, Tensor]) -> None:
+    """One pass over the scores serves every (method, draws, epsilon): the same rows as one call each."""
+    requests = [
+        Request("exact", 0.25, draws=4), Request("exact", 0.125, draws=8), Request("rscp", 0.25, "ptt", draws=4),
+        Request("rscp_plus_bernstein", 0.125, "ptt"), Request("exact_asymmetric", 0.25, draws=1, calibration_draws=8),
+    ]  # fmt: skip
+    options: dict[str, Any] = {"sigma": 0.5, "splits": 3, "holdout": 40, "alpha": 0.2}
+    together = evaluate_requests(*data, requests, **options)
+    apart = [evaluate_requests(*data, [request], **options)[0] for request in requests]
+    assert together == apart
+    assert [rows[0].draws for rows in together] == [4, 8, 4, 8, 1]
+
+
+def test_a_temperature_is_its_own_transform(data: tuple[Tensor, Tensor]) -> None:
+    """Two PTTs in one call do not share a table: a flat one is not the steep one."""
+    steep, flat = evaluate_requests(
+        *data, [Request("rscp", 0.25, "ptt", T=1 / 400), Request("rscp", 0.25, "ptt", T=10.0)], sigma=0.5, splits=3,
+        holdout=40, alpha=0.2,
+    )  # fmt: skip
+    assert steep[0].size != flat[0].size
+
+
+def test_an_attack_that_does_nothing_changes_nothing(data: tuple[Tensor, Tensor]) -> None:
+    """Unmoved images of every position: the attacked row is the clean row."""
+    logits, labels = data
+    still = Attacked("still", torch.arange(len(logits)), logits)
+    clean, hit = evaluate_requests(
+        logits, labels, [Request("exact", 0.25)], sigma=0.5, splits=3, holdout=40, alpha=0.2, attacked=still
+    )[0]
+    assert (clean.attack, hit.attack) == ("none", "still")
+    assert (clean.size, clean.coverage) == (hit.size, hit.coverage)
+
+
+def test_attacked_versions_are_judged_and_never_calibrated_on(data: tuple[Tensor, Tensor]) -> None:
+    """Logits that point away from the truth: clean rows stay as they were, attacked ones cover nothing."""
+    logits, labels = data
+    worst = -100 * torch.nn.functional.one_hot(labels, logits.shape[2]).float()
+    some = torch.arange(0, len(logits), 2)
+    away = Attacked("away", some, worst[some, None].expand(-1, logits.shape[1], -1))
+    options: dict[str, Any] = {"sigma": 0.5, "splits": 3, "holdout": 40, "alpha": 0.2}
+    clean, hit = evaluate_requests(logits, labels, [Request("cp_smoothed", 0.25)], attacked=away, **options)[0]
+    assert clean == evaluate_requests(logits, labels, [Request("cp_smoothed", 0.25)], **options)[0][0]
+    assert hit.coverage.mean == 0.0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from holdfast.draws import Draws
 from holdfast.errors import InputError
-from holdfast.methods import METHODS, Method, Setting, get_method
+from holdfast.methods import METHODS, Setting, get_method
 from holdfast.methods.exact import CountRule
 from holdfast.metrics import Spread, check_labels
 from holdfast.scores import Score, get_score
@@ -37,9 +37,22 @@ class Row:
     size: Spread
     coverage: Spread
     trivial_splits: int
+    attack: str = "none"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One method to run: ``draws`` per query (all there are by default), other calibration draws, PTT's temperature."""
+
+    method: str
+    epsilon: float
+    transform: str = "none"
+    draws: int | None = None
+    calibration_draws: int | None = None
+    T: float = 1 / 400
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,9 @@ class Split:
     @property
     def more(self) -> Tensor:
         return torch.cat([self.calibration, self.holdout])
+
+    def to(self, device: torch.device) -> Split:
+        return Split(self.holdout.to(device), self.calibration.to(device), self.test.to(device))
 
 
 def random_splits(n: int, count: int, holdout: int, seed: int, redraw_holdout: bool = False) -> Iterator[Split]:
@@ -90,23 +106,22 @@ def check_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return logits, check_labels(labels, len(logits), logits.shape[2])
 
 
+Kind = tuple[str, float]  # of scores: plain, order (for methods that only compare) or ptt, with its temperature
+
+
 class _Scored:
-    """Noisy scores of every image, computed once per kind and shared by methods and splits.
+    """Noisy scores of every image, computed once per kind and shared by methods and splits; PTT is fitted on a holdout."""
 
-    Kinds: ``plain`` scores, ``order`` (for methods that only compare) and ``ptt``, fitted on the current holdout.
-    """
-
-    def __init__(self, logits: Tensor, labels: Tensor, score: Score, alpha: float, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.u, self.v = torch.rand(2, len(logits), generator=generator)
-        self.logits, self.labels, self.score, self.alpha = logits, labels, score, alpha
-        self._cache: dict[tuple[str, int], tuple[Draws, Draws]] = {}
+    def __init__(self, logits: Tensor, labels: Tensor, score: Score, alpha: float, uniforms: Tensor) -> None:
+        self.u, self.v = uniforms.to(logits.device)
+        self.logits, self.labels, self.score, self.alpha = logits, labels.to(logits.device), score, alpha
+        self._cache: dict[tuple[Kind, int], tuple[Draws, Draws]] = {}
         self._holdout: Tensor | None = None
 
     def _apply(self, function: Callable[[Tensor, Tensor], Tensor]) -> Draws:
         n, draws, classes = self.logits.shape
-        out = torch.empty(n, classes, draws)
-        step = max(1, 2_000_000 // (draws * classes))
+        out = torch.empty(n, classes, draws, device=self.logits.device)
+        step = max(1, (2_000_000 if out.device.type == "cpu" else 100_000_000) // (draws * classes))
         for at in range(0, n, step):
             part = slice(at, at + step)
             out[part] = function(self.logits[part].float(), self.u[part, None]).transpose(1, 2)
@@ -117,22 +132,23 @@ class _Scored:
     def fit(self, holdout: Tensor) -> None:
         """Forget what was fitted on another holdout."""
         if self._holdout is not holdout:
-            self._cache = {key: value for key, value in self._cache.items() if key[0] != "ptt"}
+            self._cache = {key: value for key, value in self._cache.items() if key[0][0] != "ptt"}
             self._holdout = holdout
 
-    def draws(self, kind: str, count: int) -> tuple[Draws, Draws]:
+    def draws(self, kind: Kind, count: int) -> tuple[Draws, Draws]:
         """The first ``count`` draws of every label, and of the true label."""
         if (kind, count) not in self._cache:
+            name, temperature = kind
             if count < self.logits.shape[1]:
                 every = self.draws(kind, self.logits.shape[1])[0].first(count)
-            elif kind == "ptt":
-                order, held = self.draws("order", count)[0], self._holdout
-                ptt = PTT.fit(order.values[held, self.labels[held], 0], self.alpha)
+            elif name == "ptt":
+                order, held = self.draws(("order", 0.0), count)[0], self._holdout
+                ptt = PTT.fit(order.values[held, self.labels[held], 0], self.alpha, temperature)
                 every = Draws(ptt(order.values))
-            elif kind == "order":
+            elif name == "order":
                 every = self._apply(self.score.order)
             elif type(self.score).order is Score.order:
-                every = self.draws("order", count)[0]
+                every = self.draws(("order", 0.0), count)[0]
             else:
                 every = self._apply(self.score)
             self._cache[kind, count] = every, every.of_label(self.labels)
@@ -142,12 +158,12 @@ class _Scored:
 class _Runner:
     """One method on one kind of scores: fitted, then judged split by split on statistics computed once for all images."""
 
-    def __init__(
-        self, method: type[Method], transform: str, scored: _Scored, setting: Callable[[int], Setting]
-    ) -> None:
-        self.method, self.transform, self.scored, self.setting = method, transform, scored, setting
-        self.kind = "ptt" if transform == "ptt" else "order" if method.compares_only else "plain"
-        self.results: list[tuple[float, float, bool]] = []
+    def __init__(self, request: Request, scored: _Scored, setting: Callable[[int], Setting]) -> None:
+        self.method, self.transform = get_method(request.method), request.transform
+        self.scored, self.setting = scored, setting
+        compares = self.method.compares_only
+        self.kind = ("ptt", request.T) if self.transform == "ptt" else ("order" if compares else "plain", 0.0)
+        self.results: dict[str, list[tuple[float, float, bool]]] = {}
 
     @property
     def depends_on_holdout(self) -> bool:
@@ -161,7 +177,8 @@ class _Runner:
         holdout = None
         if self.method.uses_holdout:
             every, _ = self.scored.draws(self.kind, available)
-            holdout = Holdout(every[split.holdout], labels[split.holdout])
+            held = Draws(every.values[split.holdout].cpu())
+            holdout = Holdout(held, labels[split.holdout].cpu())
         self.rule = self.method.fit(self.setting(len(self.calibration_points(split))), holdout)
         self.rule.guarantee()  # refuses impossible combinations before the work
         _, true = self.scored.draws(self.kind, self.rule.calibration_draws)
@@ -172,19 +189,97 @@ class _Runner:
         self.test_statistic = self.rule.test_statistic(every, self.scored.v)
         self.true_statistic = self.test_statistic.gather(1, labels[:, None])[:, 0]
 
-    def judge(self, split: Split) -> None:
+    def judge(self, split: Split, attack: str, test: Tensor) -> None:
         threshold = self.rule.threshold(self.calibration_statistic[self.calibration_points(split)])
-        mask = self.test_statistic[split.test] <= threshold
-        covered = self.true_statistic[split.test] <= threshold
-        self.results.append((float(mask.sum() / len(mask)), float(covered.double().mean()), bool(mask.all())))
+        mask = self.test_statistic[test] <= threshold
+        covered = self.true_statistic[test] <= threshold
+        found = (float(mask.sum() / len(mask)), float(covered.double().mean()), bool(mask.all()))
+        self.results.setdefault(attack, []).append(found)
 
-    def row(self) -> Row:
-        sizes, coverages, trivial = zip(*self.results, strict=True)
-        s = self.rule.setting
-        return Row(
-            self.method.name, self.scored.score.name, self.transform, self.method.certified, s.alpha, s.epsilon, s.sigma,
-            self.rule.test_draws, self.rule.calibration_draws, len(sizes), Spread.of(sizes), Spread.of(coverages), sum(trivial),
-        )  # fmt: skip
+    def rows(self) -> list[Row]:
+        rows, s = [], self.rule.setting
+        for attack, results in self.results.items():
+            sizes, coverages, trivial = zip(*results, strict=True)
+            rows.append(
+                Row(
+                    self.method.name, self.scored.score.name, self.transform, self.method.certified, s.alpha, s.epsilon, s.sigma,
+                    self.rule.test_draws, self.rule.calibration_draws, len(sizes), Spread.of(sizes), Spread.of(coverages),
+                    sum(trivial), attack,
+                )
+            )  # fmt: skip
+        return rows
+
+
+def _check_draws(available: int, *wanted: int | None) -> None:
+    for asked in wanted:
+        if asked is not None and not 1 <= asked <= available:
+            raise InputError(f"asked for {asked} draws, the file has {available}; ask for 1 to {available}")
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """Noisy logits [m, N, K] of attacked versions of some images, the attack's name and the images' positions [m]."""
+
+    name: str
+    positions: Int[Tensor, " m"]
+    logits: Float[Tensor, "m draws k"]
+
+
+def evaluate_requests(
+    logits: Float[Tensor, "n draws k"],
+    labels: Int[Tensor, " n"],
+    requests: Sequence[Request],
+    *,
+    sigma: float,
+    alpha: float = 0.1,
+    beta: float = 0.001,
+    score: str | Score = "hps",
+    splits: int = 50,
+    holdout: int = 500,
+    redraw_holdout: bool = False,
+    attacked: Attacked | None = None,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[list[Row]]:
+    """The rows of every request on the same splits of the same noisy logits: one for clean test points, and one for
+    attacked ones where ``attacked`` holds some: calibration stays clean, and a split's test points are those it attacks.
+    """
+    logits, labels = check_logits(logits, labels)
+    n, available, classes = logits.shape
+    for request in requests:
+        _check_draws(available, request.draws, request.calibration_draws)
+        if request.transform not in ("none", "ptt"):
+            raise InputError(f"expected transforms among none and ptt, got {request.transform!r}")
+    uniforms = torch.rand(2, n, generator=torch.Generator().manual_seed(seed))
+    where = torch.full((n,), -1)
+    if attacked is not None:
+        # Attacked versions stand behind the clean images, each with its image's label and uniforms.
+        where[attacked.positions] = torch.arange(n, n + len(attacked.positions))
+        more, _ = check_logits(attacked.logits, labels[attacked.positions])
+        logits = torch.cat([logits, more.to(logits.device, logits.dtype)])
+        labels = torch.cat([labels, labels[attacked.positions]])
+        uniforms = torch.cat([uniforms, uniforms[:, attacked.positions]], dim=1)
+    scored = _Scored(logits, labels, get_score(score), alpha, uniforms)
+
+    def runner(request: Request) -> _Runner:
+        draws, cal = request.draws or available, request.calibration_draws or request.draws or available
+        return _Runner(request, scored, lambda n: Setting(alpha, request.epsilon, sigma, draws, n, classes, cal, beta))
+
+    runners = [runner(request) for request in requests]
+    for index, plain in enumerate(random_splits(n, splits, holdout, seed, redraw_holdout)):
+        hit = where[plain.test]
+        tests = {"none": plain.test} if attacked is None else {"none": plain.test, attacked.name: hit[hit >= 0]}
+        split = plain.to(logits.device)
+        if index == 0 or redraw_holdout:
+            scored.fit(split.holdout)
+        for at, run in enumerate(runners):
+            if index == 0 or (redraw_holdout and run.depends_on_holdout):
+                run.fit(split)
+            for attack, test in tests.items():
+                run.judge(split, attack, test.to(logits.device))
+            if progress:
+                progress(index * len(runners) + at + 1, splits * len(runners))
+    return [run.rows() for run in runners]
 
 
 def evaluate_methods(
@@ -193,56 +288,28 @@ def evaluate_methods(
     *,
     sigma: float,
     epsilon: float,
-    alpha: float = 0.1,
-    beta: float = 0.001,
-    score: str | Score = "hps",
     methods: Sequence[str] = tuple(METHODS),
     transforms: Sequence[str] = ("none", "ptt"),
     draws: int | None = None,
     calibration_draws: int | None = None,
-    splits: int = 50,
-    holdout: int = 500,
-    redraw_holdout: bool = False,
-    seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    **options: Any,
 ) -> list[Row]:
-    """Every method on the same splits of the same noisy logits.
+    """Every method on the same splits of the same noisy logits; ``options`` are those of :func:`evaluate_requests`.
 
     Methods that only compare scores run without PTT when both transforms are asked for: a monotone map cannot shrink
     their sets. Methods that need more draws than asked for are left out. ``exact_asymmetric`` calibrates on all draws there are unless ``calibration_draws`` says otherwise.
     """
     logits, labels = check_logits(logits, labels)
-    n, available, classes = logits.shape
-    draws = available if draws is None else draws
-    for asked in (draws, draws if calibration_draws is None else calibration_draws):
-        if not 1 <= asked <= available:
-            raise InputError(f"asked for {asked} draws, the file has {available}; ask for 1 to {available}")
-    kind = get_score(score)
-    for transform in transforms:
-        if transform not in ("none", "ptt"):
-            raise InputError(f"expected transforms among none and ptt, got {transform!r}")
-    scored = _Scored(logits, labels, kind, alpha, seed)
-
-    def runner(name: str, transform: str) -> _Runner:
-        cal = calibration_draws or (available if name == "exact_asymmetric" else draws)
-        return _Runner(
-            get_method(name), transform, scored, lambda n: Setting(alpha, epsilon, sigma, draws, n, classes, cal, beta)
+    available = logits.shape[1]
+    _check_draws(available, draws, calibration_draws)
+    draws = draws or available
+    requests = [
+        Request(
+            name, epsilon, transform, draws, calibration_draws or (available if name == "exact_asymmetric" else draws)
         )
-
-    runners = [
-        runner(name, transform)
         for name in methods
         for transform in transforms
         if (transform == "none" or not get_method(name).compares_only or len(transforms) == 1)
         and (draws >= get_method(name).least_draws or len(methods) == 1)
     ]
-    for index, split in enumerate(random_splits(n, splits, holdout, seed, redraw_holdout)):
-        if index == 0 or redraw_holdout:
-            scored.fit(split.holdout)
-        for at, run in enumerate(runners):
-            if index == 0 or (redraw_holdout and run.depends_on_holdout):
-                run.fit(split)
-            run.judge(split)
-            if progress:
-                progress(index * len(runners) + at + 1, splits * len(runners))
-    return [run.row() for run in runners]
+    return [row for rows in evaluate_requests(logits, labels, requests, sigma=sigma, **options) for row in rows]
