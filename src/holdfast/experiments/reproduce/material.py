@@ -1,0 +1,138 @@
+"""Data, weights and noisy outputs for the runner: found, computed once, kept on disk."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.attacks import NoisyModel, pgd
+from holdfast.datasets import Labelled, cifar
+from holdfast.errors import InputError
+from holdfast.experiments.reproduce.cells import Source
+from holdfast.experiments.splits import Attacked, random_splits
+from holdfast.experiments.train_heads import head_name
+from holdfast.models import CifarResNet, backbone, find_weights, last_linear, load_head, load_weights
+from holdfast.noise import Stream
+from holdfast.smoothing import Smoother
+from holdfast.store import LogitStore, StoreKey
+
+CHUNK_IMAGES = 250  # divides 10 000: every forward pass has one shape, so a compiled network is compiled once
+
+
+@dataclass
+class Material:
+    """Everything the tables are computed from.
+
+    Noisy **features** are stored, not logits: the heads of one backbone are matrix products of the same features.
+
+    Attributes:
+        data: folder of the official CIFAR files.
+        models: folder of weights and heads; where it lacks one, names are looked up as :func:`find_weights` does.
+        store: folder of the noisy features.
+        images: use only so many test images.
+        attack_images, attack_steps, attack_draws: the SmoothAdv attack.
+    """
+
+    data: Path | None
+    models: Path | None
+    store: Path
+    device: str = "cpu"
+    images: int | None = None
+    compile: bool = False
+    seed: int = 0
+    holdout: int = 500
+    attack_images: int = 2000
+    attack_steps: int = 20
+    attack_draws: int = 32
+    depth: int = 110
+    progress: bool = True
+    _datasets: dict[str, Labelled] = field(default_factory=dict)
+    _features: OrderedDict[tuple[Any, ...], Tensor] = field(default_factory=OrderedDict)
+    _attacks: dict[tuple[Source, float], Attacked] = field(default_factory=dict)
+
+    def dataset(self, name: str) -> Labelled:
+        """The test images, the first ``images`` of them."""
+        if name not in self._datasets:
+            if self.data is None:
+                raise InputError(f"{name} is needed: give the folder of its official files with --data")
+            everything = cifar(name, self.data, "test")
+            self._datasets[name] = everything[: self.images or len(everything)]
+        return self._datasets[name]
+
+    def find(self, name: str) -> Path:
+        """Weights or a head by name."""
+        if self.models is not None and (self.models / f"{name}.safetensors").is_file():
+            return self.models / f"{name}.safetensors"
+        return find_weights(name)
+
+    def model(self, source: Source) -> nn.Module:
+        """The network of a source with its head, in eval mode on the device."""
+        classes = len(self.dataset(source.dataset).class_names)
+        model = load_weights(CifarResNet(self.depth, classes), self.find(source.weights))
+        if source.head != "base":
+            load_head(model, self.find(head_name(source.weights, source.head, source.epsilon)))
+        return model.to(self.device).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
+
+    @property
+    def _half(self) -> torch.dtype | None:
+        return torch.float16 if self.device.startswith("cuda") else None
+
+    def smoother(self, model: nn.Module, sigma: float, compile: bool) -> Smoother:
+        return Smoother(
+            model, sigma, autocast=self._half, channels_last=True, compile=compile, progress=self.progress,
+            batch_size=16000 if self._half else None,
+        )  # fmt: skip
+
+    def features(self, source: Source, draws: int) -> Tensor:
+        """Noisy features [n, draws, d] of the source's backbone, float16: from the store, computed where it lacks them."""
+        body = replace(source, head="base", epsilon=0.0)
+        key = (body, draws)
+        if key not in self._features:
+            data = self.dataset(source.dataset)
+            # Features have no classes: the labels stay with the dataset.
+            images = (data.images, torch.zeros(len(data), dtype=torch.int64))
+            smoother = self.smoother(backbone(self.model(body)), source.sigma, self.compile)
+            store = LogitStore.open(
+                self.store, StoreKey.of(smoother, images, self.seed), chunk_images=CHUNK_IMAGES, progress=self.progress
+            )
+            store.fill(smoother, images, draws)
+            while len(self._features) >= 2:  # the runner goes source by source
+                self._features.popitem(last=False)
+            self._features[key] = store.read(draws=draws)
+        return self._features[key]
+
+    def logits(self, source: Source, draws: int) -> Tensor:
+        """Noisy logits [n, draws, K], float32, where the evaluation will run."""
+        _, head = last_linear(self.model(source))
+        features = self.features(source, draws)
+        where = torch.device(self.device)
+        out = torch.empty(*features.shape[:2], head.out_features, device=where)
+        with torch.inference_mode():
+            for at in range(0, len(out), CHUNK_IMAGES):
+                part = slice(at, at + CHUNK_IMAGES)
+                out[part] = head(features[part].to(where).float())
+        return out
+
+    def attacked(self, source: Source, epsilon: float, draws: int) -> Attacked:
+        """Noisy logits of test images under SmoothAdv (plain PGD at sigma 0), with draws the attacker does not know."""
+        if (source, epsilon) not in self._attacks:
+            data = self.dataset(source.dataset)
+            split = next(random_splits(len(data), 1, self.holdout, self.seed))
+            rest = torch.cat([split.calibration, split.test])
+            chosen = rest[torch.randperm(len(rest), generator=torch.Generator().manual_seed(self.seed))]
+            chosen = chosen[: self.attack_images].sort().values
+            model, part = self.model(source), data[chosen]
+            noisy = NoisyModel(
+                model, source.sigma, self.attack_draws, Stream(self.seed + 1, "attack"), self._half
+            )  # fmt: skip
+            moved = pgd(noisy, *part.pair, epsilon, steps=self.attack_steps, ids=chosen, progress=self.progress)
+            # Not compiled: attacked images come in odd numbers, and every new shape would be compiled anew.
+            smoother = self.smoother(model, source.sigma, compile=False)
+            logits = smoother.reduce(moved, draws, Stream(self.seed, "test"), lambda _, logits: logits, chosen)
+            self._attacks[source, epsilon] = Attacked("SmoothAdv", chosen, logits)
+        return self._attacks[source, epsilon]
