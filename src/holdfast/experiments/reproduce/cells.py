@@ -89,7 +89,7 @@ def beyond(
     column: str, source: Source, score: str, epsilon: float, attacked: bool = False, draws: int = 256
 ) -> list[Cell]:
     """What goes beyond the paper, in the same column: the exact certificates from one draw on, and other published ones."""
-    few = {"calibration_draws": min(CALIBRATION_DRAWS, draws)}
+    few: dict[str, Any] = {"calibration_draws": min(CALIBRATION_DRAWS, draws)}
     requests = {
         **{f"exact, {n} draw{'s' if n > 1 else ''}": Request("exact_asymmetric", epsilon, draws=n, **few) for n in (1, 4, 16)},
         **{f"exact, {n} draws": Request("exact", epsilon, draws=n) for n in (64, 256)},

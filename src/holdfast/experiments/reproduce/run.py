@@ -1,0 +1,133 @@
+"""From names to files: compute, write rows and manifest, then tables and pictures where the extras are at hand."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.artifact import make_folder, write_atomically
+from holdfast.errors import InputError
+from holdfast.experiments.manifest import manifest, write_results
+from holdfast.experiments.reproduce import show
+from holdfast.experiments.reproduce.cells import Table
+from holdfast.experiments.reproduce.figures import FROM_TABLES, Figure, figures
+from holdfast.experiments.reproduce.material import Material
+from holdfast.experiments.reproduce.paper import tables
+from holdfast.experiments.reproduce.runner import Computed, compute, rows_of
+
+Say = Callable[[str], None]
+
+
+def catalogue() -> dict[str, Table | Figure]:
+    """Everything that can be reproduced, by name."""
+    return {**tables(), **figures()}
+
+
+def chosen(names: Sequence[str]) -> dict[str, Table | Figure]:
+    """What was asked for; ``all`` is everything."""
+    known = catalogue()
+    if not names:
+        raise InputError("say what to reproduce: names from --list, or all")
+    unknown = [name for name in names if name not in known and name != "all"]
+    if unknown:
+        raise InputError(f"nothing is called {unknown[0]!r}; there are {', '.join(known)} and all")
+    return known if "all" in names else {name: known[name] for name in names}
+
+
+@dataclass
+class Run:
+    """One reproduction: where results go and how."""
+
+    material: Material
+    out: Path
+    splits: int = 50
+    resume: bool = False
+    say: Say = print
+
+    def config(self) -> dict[str, Any]:
+        m = self.material
+        return {
+            "images": m.images, "seed": m.seed, "splits": self.splits, "holdout": m.holdout, "device": m.device,
+            "compile": m.compile, "attack": {"images": m.attack_images, "steps": m.attack_steps, "draws": m.attack_draws},
+        }  # fmt: skip
+
+    def reproduce(self, names: Sequence[str], command: str) -> list[Path]:
+        """Compute what was asked for and write ``NAME.json`` each; returns the files, written now or before."""
+        wanted, files, known = chosen(names), [], Computed()
+        todo = {}
+        for name, item in wanted.items():
+            path = self.out / f"{name}.json"
+            if self.resume and self._done(path):
+                self.say(f"{name}: done before")
+                files.append(path)
+            else:
+                todo[name] = item
+        for name, item in todo.items():
+            start = time.monotonic()
+            self.say(f"{name}: {item.title}")
+            if isinstance(item, Figure):
+                rows = item.compute(self.material)
+            else:
+                # Whatever else was asked for of the same sources comes along: the network's outputs are loaded once.
+                compute(item.cells, self.material, known, splits=self.splits, say=self.say)
+                rows = rows_of(item, known)
+            about = manifest(command, self.config(), time.monotonic() - start)
+            path = self.out / f"{name}.json"
+            write_results(path, rows, {**about, "title": item.title, "where": item.where})
+            files.append(path)
+        return files
+
+    def _done(self, path: Path) -> bool:
+        try:
+            return json.loads(path.read_text())["manifest"]["config"] == json.loads(json.dumps(self.config()))
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+
+def draw(name: str, rows: Sequence[dict[str, Any]]) -> Any | None:
+    """The matplotlib figure of a result, where it has one."""
+    drawings = {**FROM_TABLES, **{figure.name: figure.draw for figure in figures().values()}}
+    return drawings[name](rows) if name in drawings else None
+
+
+def write_page(path: Path) -> list[Path]:
+    """Markdown, HTML and pictures beside a result's JSON file."""
+    from holdfast import plots
+    from holdfast.report import Cell, Page, Section
+    from holdfast.report import Figure as Picture
+    from holdfast.report import Table as Grid
+
+    content = json.loads(path.read_text())
+    rows, about, name = content["rows"], content["manifest"], path.stem
+    written: list[Path] = []
+    table, pictures = None, []
+    if "row" in rows[0]:
+        text = show.markdown(rows)
+        better = show.improvements(rows)
+        lines = [f"# {about['title']}", "", f"{about['where']}. {facts(about)}", "", text, ""]
+        lines += ["Improvement over the baseline:", "", *(f"- {line}" for line in better), ""] if better else []
+        written.append(path.with_suffix(".md"))
+        make_folder(path.parent)
+        write_atomically(written[-1], "\n".join(lines).encode())
+        head, body = show.grid(rows)
+        table = Grid(head, [[Cell(entry) for entry in line] for line in body])
+    figure = draw(name, rows)
+    if figure is not None:
+        figure.savefig(path.with_suffix(".png"), dpi=160, bbox_inches="tight")
+        pictures.append(Picture(plots.svg(figure), about["title"]))
+        write_atomically(path.with_suffix(".svg"), pictures[0].svg.encode())
+        written += [path.with_suffix(".svg"), path.with_suffix(".png")]
+    section = Section(about["title"], f"The paper: {about['where']}.", table, pictures)
+    written.append(Page(about["title"], facts(about), sections=[section]).write(path.with_suffix(".html")))
+    return written
+
+
+def facts(about: dict[str, Any]) -> str:
+    """How the numbers were made, in one line."""
+    config = about["config"]
+    where = about["hardware"]["gpu"] or f"{about['hardware']['threads']} CPU threads"
+    return f"{config['splits']} splits, seed {config['seed']}, holdout {config['holdout']}; {about['seconds']:g} s on {where}."
