@@ -66,7 +66,8 @@ class Replayed:
         self._graph.replay()
 
     def _record(self) -> torch.cuda.CUDAGraph:
-        kept = {name: value.clone() for name, value in self.state().items()}
+        # Detached: a clone that remembers its parameter would tie the recording to the stream it was made on.
+        kept = {name: value.detach().clone() for name, value in self.state().items()}
         random = torch.cuda.get_rng_state(self.device)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
