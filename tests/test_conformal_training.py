@@ -101,7 +101,7 @@ class Tempered(SmallCNN):
 def test_a_model_that_goes_on_after_its_head_is_refused(data: Labelled) -> None:
     model = Tempered()
     with pytest.raises(InputError, match="after its last linear layer"):
-        check_head_is_last(model, backbone(model), data.images[:2])
+        check_head_is_last(model, data.images[:2])
     with pytest.raises(InputError, match="no linear layer"):
         last_linear(nn.Flatten())
     with pytest.raises(InputError, match="no backbone"):

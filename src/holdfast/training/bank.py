@@ -42,7 +42,7 @@ class FeatureBank:
             raise InputError("expected at least 1 image, got none")
         start, device = time.monotonic(), torch.device(device)
         body = backbone(model).to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        check_head_is_last(model.to(device).eval(), body, data.images[:2].to(device))
+        check_head_is_last(model.to(device).eval(), data.images[:2].to(device))
         run = torch.compile(body) if compile else body
         generator = torch.Generator(device=device).manual_seed(seed)
         padded = nn.functional.pad((data.images * 255).round().to(torch.uint8), [pad] * 4).to(device)
