@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from holdfast.datasets import Labelled, cifar, digits
+from holdfast.datasets import Labelled, cifar, digits, idx, image_folder
 from holdfast.errors import InputError
 from holdfast.logits_file import read_arrays
 from holdfast.metrics import check_labels
@@ -24,6 +24,8 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
     "cifar-resnet56": lambda classes: CifarResNet(56, classes),
     "cifar-resnet110": lambda classes: CifarResNet(110, classes),
 }
+
+OFFICIAL: dict[str, Callable[..., Labelled]] = {"cifar10": cifar, "cifar100": cifar, "mnist": idx, "fashion-mnist": idx}
 
 
 def load_model(
@@ -55,15 +57,23 @@ def load_model(
 
 
 def load_data(spec: str, folder: str | Path | None = None) -> Labelled:
-    """Data by name, or a safetensors or npz file with ``images`` [n, c, h, w] in [0, 1] and ``labels`` [n]."""
+    """Test data by name, a folder of class folders, or a safetensors or npz file of ``images`` [n, c, h, w] and ``labels`` [n].
+
+    Image files smaller than 224 pixels are taken as they are, and must then have one size; larger ones as ImageNet's.
+    """
     if spec == "digits":
         return digits()
-    if spec in ("cifar10", "cifar100"):
+    if spec in OFFICIAL:
         if folder is None:
             raise InputError(f"{spec} needs the folder of its official files: --data-dir DIR")
-        return cifar(spec, folder, "test")
+        return OFFICIAL[spec](spec, folder, "test")
+    if Path(spec).is_dir():
+        images = image_folder(spec, resize=None, crop=None)
+        return (images if min(images.shape[1:]) < 224 else image_folder(spec)).load()
     if Path(spec).suffix not in (".npz", ".safetensors"):
-        raise InputError(f"expected digits, cifar10, cifar100 or a .npz or .safetensors file, got {spec!r}")
+        raise InputError(
+            f"expected digits, {', '.join(OFFICIAL)}, a folder of class folders, or a .npz or .safetensors file, got {spec!r}"
+        )
     images, labels = read_arrays(spec, "images", "labels")
     if images.ndim != 4:
         raise InputError(f"expected images [n, channels, height, width], got shape {tuple(images.shape)}")
