@@ -203,7 +203,9 @@ def audit(
             "and `labels`."
         ),
     ] = "digits",
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of official files, as `holdfast data` writes it.")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of official files, as `holdfast data` writes it.")
+    ] = None,
     predictor: Annotated[
         Path | None, typer.Option(help="Audit this saved predictor on the data, instead of calibrating.")
     ] = None,

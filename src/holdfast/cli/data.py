@@ -40,7 +40,8 @@ def data(
     good = bool(complete) and all(one.state == "verified" for one in found)
     if as_json:
         files = [
-            {"path": str(one.path), "form": one.form, "state": one.state, "bytes": one.path.stat().st_size} for one in found
+            {"path": str(one.path), "form": one.form, "state": one.state, "bytes": one.path.stat().st_size}
+            for one in found
         ]
         print_json({"name": name, "folder": str(folder), "complete": complete, "files": files})
     elif not found:
@@ -70,7 +71,13 @@ def _list(as_json: bool) -> None:
         "Datasets",
         ["name", "version", "classes", "MB", "address"],
         [
-            [row["name"], row["form"], str(row["classes"]), f"{row['bytes'] / 1e6:.0f}", row["files"][0].rsplit("/", 1)[0] + "/"]
+            [
+                row["name"],
+                row["form"],
+                str(row["classes"]),
+                f"{row['bytes'] / 1e6:.0f}",
+                row["files"][0].rsplit("/", 1)[0] + "/",
+            ]
             for row in rows
         ],
         "`digits` comes with scikit-learn; a folder of class folders needs no name",

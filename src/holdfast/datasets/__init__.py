@@ -8,4 +8,14 @@ from holdfast.datasets.idx import idx
 from holdfast.datasets.image_folder import ImageFolder, image_folder
 from holdfast.datasets.splits import paper_splits, random_splits
 
-__all__ = ["ImageFolder", "Labelled", "cifar", "digits", "download", "idx", "image_folder", "paper_splits", "random_splits"]
+__all__ = [
+    "ImageFolder",
+    "Labelled",
+    "cifar",
+    "digits",
+    "download",
+    "idx",
+    "image_folder",
+    "paper_splits",
+    "random_splits",
+]

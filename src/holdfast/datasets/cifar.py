@@ -94,7 +94,9 @@ def _from_archive(name: str, path: Path, part: str, verify: bool) -> Iterator[Ro
             for member in members:
                 yield _decode(name, form, content.pop(member), f"{path}, {member}")
             return
-    raise InputError(f"{path} does not hold {wanted['binary'][0]} or {wanted['python'][0]}; is it the archive of {name}?")
+    raise InputError(
+        f"{path} does not hold {wanted['binary'][0]} or {wanted['python'][0]}; is it the archive of {name}?"
+    )
 
 
 # -- one file ----------------------------------------------------------------------------------------------------------
@@ -129,7 +131,9 @@ def _decode_python(name: str, content: bytes, where: Path | str) -> Rows:
         raise InputError(f"{where}: expected 'data' to be a uint8 array [n, {PIXELS}]; it is damaged")
     if not isinstance(labels, list) or len(labels) != len(pixels) or any(type(label) is not int for label in labels):
         raise InputError(f"{where}: expected {key!r} to be a list of {len(pixels)} integers; it is damaged")
-    return pixels, np.array([min(max(label, -1), 2**31) for label in labels], np.int64)  # a pickle has no largest integer
+    return pixels, np.array(
+        [min(max(label, -1), 2**31) for label in labels], np.int64
+    )  # a pickle has no largest integer
 
 
 def _entry(batch: dict[Any, Any], key: str, where: Path | str) -> Any:

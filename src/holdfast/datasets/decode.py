@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,13 @@ def decode(path: Path, resize: int | None, crop: int | None) -> UInt8[np.ndarray
     """
     image_module = pillow()
     try:
-        with image_module.open(path, formats=FORMATS) as image:
+        # Pillow warns of odd metadata, which are not pixels, and of sizes beyond a limit above ours.
+        with warnings.catch_warnings(action="ignore"), image_module.open(path, formats=FORMATS) as image:
             _refuse_large(path, image.size)
             if image.mode in DEEP:
-                raise InputError(f"{path} has more than 8 bits per channel (mode {image.mode}); convert it to 8 bits first")
+                raise InputError(
+                    f"{path} has more than 8 bits per channel (mode {image.mode}); convert it to 8 bits first"
+                )
             image.load()
             plain = image.convert("RGBA") if "transparency" in image.info else image  # alpha is dropped, not mixed in
             rgb = plain.convert("RGB")

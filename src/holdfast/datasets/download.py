@@ -134,10 +134,14 @@ class _Download:
                     if bar.done > left:
                         break
         except OSError as error:
-            raise InputError(f"cannot write {self.part} ({error.strerror}); make room or choose another folder") from None
+            raise InputError(
+                f"cannot write {self.part} ({error.strerror}); make room or choose another folder"
+            ) from None
         if bar.done > left:
             self.part.unlink()
-            raise InputError(f"{self.url} sends more than {self.file.size} bytes: it is another file; try another mirror")
+            raise InputError(
+                f"{self.url} sends more than {self.file.size} bytes: it is another file; try another mirror"
+            )
 
 
 def _chunks(answer: http.client.HTTPResponse) -> Iterator[bytes]:
@@ -187,7 +191,9 @@ def complete_forms(name: str, found: list[Found]) -> list[str]:
     return [
         form
         for form, source in SOURCES[name].items()
-        if any(files and all((form, file.name) in verified for file in files) for files in (source.files, source.inside))
+        if any(
+            files and all((form, file.name) in verified for file in files) for files in (source.files, source.inside)
+        )
     ]
 
 

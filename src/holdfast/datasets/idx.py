@@ -37,7 +37,9 @@ def idx(name: str, folder: str | Path, part: str = "test", verify: bool = True) 
             check_md5(path, file.md5)
     images, labels = _read(paths[0], 3), _read(paths[1], 1)
     if len(images) != len(labels):
-        raise InputError(f"{paths[0]} has {len(images)} images, {paths[1]} has {len(labels)} labels; download them again")
+        raise InputError(
+            f"{paths[0]} has {len(images)} images, {paths[1]} has {len(labels)} labels; download them again"
+        )
     if int(labels.max()) >= len(CLASSES[name]):
         raise InputError(f"{paths[1]} holds a label {int(labels.max())}, {name} has 10 classes; download it again")
     pixels = torch.from_numpy(images)[:, None].float() / 255
@@ -62,7 +64,9 @@ def _read(path: Path, dimensions: int) -> np.ndarray:
             header = stream.read(head)
             shape = [int(size) for size in np.frombuffer(header[4:], ">u4")] if len(header) == head else []
             if header[:4] != bytes([0, 0, 8, dimensions]) or not shape:
-                raise InputError(f"{path} is no IDX file of {dimensions}-dimensional bytes; its start is {header[:4].hex()}")
+                raise InputError(
+                    f"{path} is no IDX file of {dimensions}-dimensional bytes; its start is {header[:4].hex()}"
+                )
             if not 1 <= shape[0] <= MOST_IMAGES or shape[1:] != [SIDE] * (dimensions - 1):
                 expected = " x ".join(["n", *["28"] * (dimensions - 1)])
                 raise InputError(f"{path} says it holds {' x '.join(map(str, shape))} values, expected {expected}")

@@ -52,7 +52,9 @@ def image_folder(
         if value is not None and value < 1:
             raise InputError(f"expected {option} to be at least 1 pixel, or None for none, got {value}")
     if resize is not None and crop is not None and crop > resize:
-        raise InputError(f"a centre of {crop} pixels does not fit in images whose shorter side is {resize}; enlarge resize")
+        raise InputError(
+            f"a centre of {crop} pixels does not fit in images whose shorter side is {resize}; enlarge resize"
+        )
     pillow()
     return ImageFolder(Path(path), resize, crop, None if names is None else Path(names))
 
@@ -181,7 +183,9 @@ def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
         try:
             yield name, (folder / name).stat()
         except OSError as error:
-            raise InputError(f"{folder / name} cannot be read ({error.strerror}); is it a broken link? Remove it") from None
+            raise InputError(
+                f"{folder / name} cannot be read ({error.strerror}); is it a broken link? Remove it"
+            ) from None
 
 
 def _class_folders(root: Path) -> list[str]:
