@@ -370,10 +370,14 @@ def test_mutated_archives_raise_input_errors_alone(tmp_path: Path, data: st.Data
 @pytest.fixture(scope="module")
 def real(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """CIFAR-10's real test set in its official binary file."""
+    from PIL import Image
+
+    limit = Image.MAX_IMAGE_PIXELS  # the script lifts it for itself
     unpack = runpy.run_path(str(assets / "data" / "unpack.py"))
     folder = tmp_path_factory.mktemp("cifar") / "cifar-10-batches-bin"
     folder.mkdir()
     unpack["records"](assets / "data" / "cifar10", "test_batch").tofile(folder / "test_batch.bin")
+    Image.MAX_IMAGE_PIXELS = limit
     return folder
 
 

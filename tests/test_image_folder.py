@@ -102,7 +102,7 @@ def test_every_mode_becomes_rgb(tmp_path: Path) -> None:
     assert np.array_equal(decode(save(tmp_path / "rgba.png", rgba), None, None), rgba[..., :3].transpose(2, 0, 1))
     black = save(tmp_path / "bits.png", grey % 2 == 1)
     assert np.array_equal(decode(black, None, None)[0], grey % 2 * 255)
-    palette = Image.fromarray(grey % 4, mode=None).convert("P")
+    palette = Image.fromarray(grey % 4).convert("P")
     palette.putpalette([10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120])
     palette.putdata((grey % 4).flatten().tolist())
     palette.save(tmp_path / "palette.png", transparency=bytes([0, 128, 255, 255]))
@@ -270,9 +270,9 @@ def png(width: int, height: int, data: bytes = b"") -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
 
 
-def jpeg(side: int = 64) -> bytes:
+def encoded(kind: str) -> bytes:
     out = io.BytesIO()
-    Image.fromarray(noise(side, side)).save(out, "JPEG")
+    Image.fromarray(noise(64, 64)).save(out, kind)
     return out.getvalue()
 
 
@@ -281,20 +281,29 @@ def jpeg(side: int = 64) -> bytes:
     [
         (b"", "cannot be decoded"),
         (b"this is text", "cannot be decoded"),
-        (jpeg()[:800], "cannot be decoded .*truncated"),
-        (jpeg()[:20], "cannot be decoded"),
+        (encoded("JPEG")[:800], "cannot be decoded .*truncated"),
+        (encoded("JPEG")[:20], "cannot be decoded"),
         (png(8, 8, b"garbage"), "cannot be decoded"),
         (png(9_000, 9_000), "would have 9000 x 9000 pixels, more than 64 million"),
         (png(12_000, 12_000), "would have 12000 x 12000 pixels"),
         (png(40_000, 40_000), "cannot be decoded .DecompressionBomb"),
+        (encoded("TGA"), "cannot be decoded"),  # a format that Pillow knows and that is not among ours
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n", "cannot be decoded"),
     ],
-    ids=["empty", "text", "truncated", "head", "garbage", "large", "bomb-warned", "bomb", "postscript"],
+    ids=["empty", "text", "truncated", "head", "garbage", "large", "bomb-warned", "bomb", "format", "postscript"],
 )  # fmt: skip
 def test_files_that_are_no_images_are_named(content: bytes, match: str, tmp_path: Path) -> None:
     make(tmp_path, {"a": 1, "b": 1}, side=40)
     (tmp_path / "b" / "bad.png").write_bytes(content)
     refused(r"b/bad\.png " + match, tmp_path, resize=32, crop=32)
+
+
+def test_the_limit_is_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other code in the process may have lifted Pillow's."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    (tmp_path / "a.png").write_bytes(png(40_000, 40_000))
+    with pytest.raises(InputError, match="would have 40000 x 40000 pixels"):
+        decode(tmp_path / "a.png", 256, 224)
 
 
 def test_odd_metadata_are_no_reason_to_refuse_pixels(tmp_path: Path) -> None:

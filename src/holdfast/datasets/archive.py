@@ -20,7 +20,7 @@ class _Bounded:
         self.stream, self.path, self.left = stream, path, MOST_BYTES
 
     def read(self, size: int) -> bytes:
-        content = self.stream.read(min(size, self.left + 1))
+        content = self.stream.read(size)
         self.left -= len(content)
         if self.left < 0:
             raise InputError(

@@ -42,8 +42,7 @@ def decode(path: Path, resize: int | None, crop: int | None) -> UInt8[np.ndarray
                     f"{path} has more than 8 bits per channel (mode {image.mode}); convert it to 8 bits first"
                 )
             image.load()
-            plain = image.convert("RGBA") if "transparency" in image.info else image  # alpha is dropped, not mixed in
-            rgb = plain.convert("RGB")
+            rgb = image.convert("RGB")  # alpha is dropped, not mixed in
         rgb = rgb if resize is None else _resized(path, rgb, resize, image_module.Resampling.BILINEAR)
         rgb = rgb if crop is None else _cropped(path, rgb, crop)
     except InputError:
