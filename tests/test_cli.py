@@ -345,7 +345,7 @@ def test_audit_of_a_saved_predictor(toy_file: Path, tmp_path: Path, capsys: pyte
     [
         (["--model", "magic"], "a model among small-cnn"),
         (["--model", "own_models:nothing"], "cannot find 'own_models:nothing'"),
-        (["--data", "mnist"], "digits, cifar10, cifar100 or a .npz"),
+        (["--data", "svhn"], "digits, cifar10, cifar100, mnist, fashion-mnist, a folder"),
         (["--data", "cifar10"], "--data-dir DIR"),
         (["--method", "magic"], "method among cp"),
         (["--predictor", "nothing.safetensors"], "no predictor at"),

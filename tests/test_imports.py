@@ -14,7 +14,7 @@ import pytest
 import holdfast
 from holdfast import plots, report
 from holdfast.__main__ import main
-from holdfast.datasets import digits
+from holdfast.datasets import digits, image_folder
 from holdfast.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "holdfast"
@@ -26,7 +26,9 @@ ORDER = (
     "logits_file", "store", "training", "specs", "plots", "report", "experiments", "cli",
 )  # fmt: skip
 EXCEPTIONS = {("predictor", "artifact")}  # Predictor.save, inside the function
-HEAVY = ("sklearn", "matplotlib", "typer", "rich", "jinja2", "pandas", "torchvision", "scipy.stats", "scipy.optimize")
+HEAVY = (
+    "sklearn", "PIL", "matplotlib", "typer", "rich", "jinja2", "pandas", "torchvision", "scipy.stats", "scipy.optimize",
+)  # fmt: skip
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -152,6 +154,7 @@ def test_a_broken_import_of_our_own_is_not_hidden(monkeypatch: pytest.MonkeyPatc
     ("missing", "use", "extra"),
     [
         ("sklearn.datasets", digits, "demo"),
+        ("PIL", lambda: image_folder("."), "images"),
         ("jinja2", lambda: report.Page("", "").html(), "report"),
         ("matplotlib", lambda: plots.size_curves({}, 2, {}), "report"),
     ],

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from holdfast.datasets import Labelled, cifar, digits
+from holdfast.datasets import Labelled, cifar, digits, idx, image_folder
 from holdfast.errors import InputError
 from holdfast.logits_file import read_arrays
 from holdfast.metrics import check_labels
@@ -26,6 +26,8 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
     "resnet50": lambda classes: ResNet50(classes),
 }
 
+OFFICIAL: dict[str, Callable[..., Labelled]] = {"cifar10": cifar, "cifar100": cifar, "mnist": idx, "fashion-mnist": idx}
+
 
 def load_model(
     spec: str,
@@ -34,7 +36,8 @@ def load_model(
     device: str | None = None,
     head: str | Path | None = None,
 ) -> Classifier:
-    """A model by name (with weights, and a conformally trained head over them), or ``package.module:function``: a function without arguments that returns one.
+    """A model by name, with weights and a conformally trained head over them, or ``package.module:function``: a function
+    without arguments that returns one.
 
     Example:
         >>> type(load_model("torch.nn:Identity")).__name__
@@ -62,7 +65,7 @@ def load_model(
 
 def load_parts(spec: str, folder: str | Path | None = None, seed: int = 0) -> tuple[Labelled, Labelled]:
     """Training and test data: the official parts where there are such, a random four fifths and the rest elsewhere."""
-    if spec in ("cifar10", "cifar100"):
+    if spec in OFFICIAL:
         return load_data(spec, folder, "train"), load_data(spec, folder)
     data = load_data(spec, folder)
     if len(data) < 2:
@@ -72,15 +75,23 @@ def load_parts(spec: str, folder: str | Path | None = None, seed: int = 0) -> tu
 
 
 def load_data(spec: str, folder: str | Path | None = None, part: str = "test") -> Labelled:
-    """Data by name, or a safetensors or npz file with ``images`` [n, c, h, w] in [0, 1] and ``labels`` [n]."""
+    """Data by name (the test part unless asked otherwise), a folder of class folders, or a safetensors or npz file of ``images`` [n, c, h, w] and ``labels`` [n].
+
+    Image files smaller than 224 pixels are taken as they are, and must then have one size; larger ones as ImageNet's.
+    """
     if spec == "digits":
         return digits()
-    if spec in ("cifar10", "cifar100"):
+    if spec in OFFICIAL:
         if folder is None:
             raise InputError(f"{spec} needs the folder of its official files: --data-dir DIR")
-        return cifar(spec, folder, part)
+        return OFFICIAL[spec](spec, folder, part)
+    if Path(spec).is_dir():
+        images = image_folder(spec, resize=None, crop=None)
+        return (images if min(images.shape[1:]) < 224 else image_folder(spec)).load()
     if Path(spec).suffix not in (".npz", ".safetensors"):
-        raise InputError(f"expected digits, cifar10, cifar100 or a .npz or .safetensors file, got {spec!r}")
+        raise InputError(
+            f"expected digits, {', '.join(OFFICIAL)}, a folder of class folders, or a .npz or .safetensors file, got {spec!r}"
+        )
     images, labels = read_arrays(spec, "images", "labels")
     if images.ndim != 4:
         raise InputError(f"expected images [n, channels, height, width], got shape {tuple(images.shape)}")

@@ -197,9 +197,15 @@ def audit(
         Path | None, typer.Option(help="Checkpoint of a built-in model (safetensors, or torch weights).")
     ] = None,
     data: Annotated[
-        str, typer.Option(help="`digits`, `cifar10`, `cifar100`, or a file with `images` and `labels`.")
+        str,
+        typer.Option(
+            help="`digits`, `cifar10`, `cifar100`, `mnist`, `fashion-mnist`, a folder of class folders, or a file with `images` "
+            "and `labels`."
+        ),
     ] = "digits",
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the official CIFAR files.")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of official files, as `holdfast data` writes it.")
+    ] = None,
     predictor: Annotated[
         Path | None, typer.Option(help="Audit this saved predictor on the data, instead of calibrating.")
     ] = None,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
@@ -30,6 +32,22 @@ class Labelled:
     def pair(self) -> tuple[Tensor, Tensor]:
         """(images, labels), as every function of holdfast takes them."""
         return self.images, self.labels
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of what the data are: shape, pixels and labels, whatever the names, the device or the memory layout.
+
+        Computed once; do not change the tensors afterwards.
+
+        Example:
+            >>> data = Labelled("ones", torch.ones(2, 1, 1, 1), torch.tensor([0, 1]), ("a", "b"))
+            >>> data.fingerprint == data[:].fingerprint, data.fingerprint == data[:1].fingerprint
+            (True, False)
+        """
+        digest = hashlib.sha256(f"{self.images.dtype} {tuple(self.images.shape)}".encode())
+        for tensor in (self.images, self.labels.long()):
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
+        return digest.hexdigest()
 
     def split(self, *sizes: int, seed: int = 0) -> tuple[Labelled, ...]:
         """Random disjoint parts of the given sizes; the last may be -1 for the rest."""

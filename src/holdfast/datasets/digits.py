@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from holdfast.datasets.base import Labelled
+from holdfast.datasets.known import DIGIT_CLASSES
 from holdfast.errors import InputError
 
 
@@ -23,6 +24,5 @@ def digits() -> Labelled:
     except ImportError:
         raise InputError("the digits come with scikit-learn: pip install 'holdfast[demo]'") from None
     raw: Any = load_digits()
-    names = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
     images = torch.tensor(raw.images, dtype=torch.float32)[:, None] / 16
-    return Labelled("digits", images, torch.tensor(raw.target).long(), names)
+    return Labelled("digits", images, torch.tensor(raw.target).long(), DIGIT_CLASSES)

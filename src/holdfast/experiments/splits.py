@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from holdfast.datasets.splits import Split, random_splits
 from holdfast.draws import Draws
 from holdfast.errors import InputError
 from holdfast.methods import METHODS, Setting, get_method
@@ -53,45 +54,6 @@ class Request:
     draws: int | None = None
     calibration_draws: int | None = None
     T: float = 1 / 400
-
-
-@dataclass(frozen=True)
-class Split:
-    """Disjoint index sets. ``more`` is what methods that never look at the holdout calibrate on."""
-
-    holdout: Tensor
-    calibration: Tensor
-    test: Tensor
-
-    @property
-    def more(self) -> Tensor:
-        return torch.cat([self.calibration, self.holdout])
-
-    def to(self, device: torch.device) -> Split:
-        return Split(self.holdout.to(device), self.calibration.to(device), self.test.to(device))
-
-
-def random_splits(n: int, count: int, holdout: int, seed: int, redraw_holdout: bool = False) -> Iterator[Split]:
-    """A holdout, fixed per seed unless redrawn, and random halves of the rest.
-
-    Example:
-        >>> split = next(random_splits(10_000, 1, holdout=500, seed=0))
-        >>> len(split.holdout), len(split.calibration), len(split.test)
-        (500, 4750, 4750)
-    """
-    if not 0 < holdout <= n - 2:
-        raise InputError(f"expected a holdout of 1 to {n - 2} of the {n} points, got {holdout}")
-    if count < 1:
-        raise InputError(f"expected at least one split, got {count}")
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(n, generator=generator)
-    held, rest = order[:holdout], order[holdout:]
-    for _ in range(count):
-        if redraw_holdout:
-            order = torch.randperm(n, generator=generator)
-            held, rest = order[:holdout], order[holdout:]
-        mixed = rest[torch.randperm(len(rest), generator=generator)]
-        yield Split(held, mixed[: len(rest) // 2], mixed[len(rest) // 2 :])
 
 
 def check_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

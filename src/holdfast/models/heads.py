@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -50,7 +51,7 @@ def backbone(model: nn.Module) -> nn.Module:
 def check_head_is_last(model: nn.Module, images: Tensor) -> None:
     """Refuse a model whose output is not that of its last linear layer, called once."""
     _, head = last_linear(model)
-    given: list[Tensor] = []
+    given: list[Any] = []
     hook = head.register_forward_hook(lambda _module, _inputs, output: given.append(output))
     try:
         wanted = model(images)
