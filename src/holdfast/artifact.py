@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
@@ -50,14 +51,20 @@ def make_folder(path: Path) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write beside the target, then rename: a reader sees the old file or the new one, never half of one."""
+    """Write beside the target, then rename: a reader sees the old file or the new one, never half of one.
+
+    The content is on the disk before it gets its name, so that holds after a power failure too. Temporary names are
+    random: writers in several processes or on several machines do not meet.
+    """
     if not path.parent.is_dir():
         raise InputError(f"no folder {path.parent} to write {path.name} into; create it first")
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the name of a file")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         temporary.write_bytes(content)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from holdfast.errors import HoldfastWarning, InputError
 
@@ -61,6 +61,27 @@ def _is_pair(data: Any) -> bool:
 def in_memory(data: Any) -> bool:
     """Whether the examples can be read again in the same order."""
     return isinstance(data, Tensor | np.ndarray | tuple | list)
+
+
+def take(data: Any, rows: Sequence[int] | Tensor) -> Any:
+    """The examples at these positions, from data that can be read in any order.
+
+    Example:
+        >>> images, labels = take((torch.arange(12.0).view(4, 3), torch.arange(4)), [3, 0])
+        >>> images[:, 0], labels
+        (tensor([9., 0.]), tensor([3, 0]))
+    """
+    index = torch.as_tensor(rows, dtype=torch.int64)
+    if isinstance(data, Tensor | np.ndarray):
+        return torch.as_tensor(data)[index]
+    if _is_pair(data):
+        return torch.as_tensor(data[0])[index], torch.as_tensor(data[1])[index]
+    if isinstance(data, Dataset) and isinstance(data, Sized):
+        return Subset(data, index.tolist())
+    raise InputError(
+        f"expected data that can be read in any order, (images, labels) or a dataset with a length, got "
+        f"{type(data).__name__}; a loader gives each example once, in its own order: pass its dataset"
+    )
 
 
 def batches(data: Any, ids: Any = None, size: int = 256, labelled: bool = False) -> Iterator[Batch]:

@@ -70,8 +70,26 @@ def fingerprint(model: Classifier | str | Path) -> str | None:
     return digest.hexdigest()
 
 
+def as_range(draws: int | range) -> range:
+    """``draws`` as the range it stands for: 16 means the first sixteen.
+
+    Example:
+        >>> as_range(16), as_range(range(256, 1024))
+        (range(0, 16), range(256, 1024))
+    """
+    span = draws if isinstance(draws, range) else range(draws)
+    if len(span) < 1:
+        raise InputError(f"expected at least 1 draw, got {draws}")
+    if span.start < 0 or span.step != 1:
+        raise InputError(f"expected draws as a number or a range of step 1 from 0 on, got {draws}")
+    return span
+
+
 class Smoother:
     """A classifier under Gaussian noise.
+
+    Draws are a number, the first so many, or a range: noise is keyed by draw, so ``range(256, 1024)`` continues exactly
+    where the first 256 ended.
 
     Args:
         model: ``images -> logits``, an ``nn.Module`` or any callable; normalisation belongs inside it.
@@ -123,32 +141,35 @@ class Smoother:
         return {"autocast": dtype, "channels_last": self.channels_last, "compile": self.compile}
 
     def logits(
-        self, images: Float[Tensor, "n ..."], draws: int, stream: Stream, ids: Int[Tensor, " n"] | None = None
+        self, images: Float[Tensor, "n ..."], draws: int | range, stream: Stream, ids: Int[Tensor, " n"] | None = None
     ) -> Float[Tensor, "n draws k"]:
         """Noisy logits of a few images, all kept."""
         ids = torch.arange(len(images)) if ids is None else ids
         with evaluation_mode(self.model), torch.inference_mode():
-            return self._chunk(images, ids, draws, stream)
+            return self._chunk(images, ids, as_range(draws), stream)
 
     def stream(
-        self, data: Any, draws: int, stream: Stream, ids: Any = None, labelled: bool = False
+        self, data: Any, draws: int | range, stream: Stream, ids: Any = None, labelled: bool = False
     ) -> Iterator[tuple[Batch, Float[Tensor, "b draws k"]]]:
         """Noisy logits of any data, chunk by chunk: memory does not grow with the number of images."""
-        if draws < 1:
-            raise InputError(f"expected at least 1 draw, got {draws}")
-        total = length(data)
+        span, total = as_range(draws), length(data)
         with evaluation_mode(self.model), Bar("smoothing", total, self.progress) as bar:
-            for batch in batches(data, ids, size=max(256, self.most_rows // draws), labelled=labelled):
-                per_chunk = self.images_per_chunk(batch.images, draws)
+            for batch in batches(data, ids, size=max(256, self.most_rows // len(span)), labelled=labelled):
+                per_chunk = self.images_per_chunk(batch.images, len(span))
                 for at in range(0, len(batch), per_chunk):
                     part = batch[at : at + per_chunk]
                     with torch.inference_mode():
-                        logits = self._chunk(part.images, part.ids, draws, stream)
+                        logits = self._chunk(part.images, part.ids, span, stream)
                     yield part, logits
                     bar.advance(len(part))
 
     def reduce(
-        self, data: Any, draws: int, stream: Stream, reduction: Callable[[Batch, Tensor], Tensor], ids: Any = None
+        self,
+        data: Any,
+        draws: int | range,
+        stream: Stream,
+        reduction: Callable[[Batch, Tensor], Tensor],
+        ids: Any = None,
     ) -> Tensor:
         """Stream ``data`` and keep only ``reduction(batch, noisy logits)`` of every chunk, on the CPU.
 
@@ -177,17 +198,16 @@ class Smoother:
         """Images whose noisy copies fit into one forward pass; at least one."""
         return max(1, self._rows(images) // draws)
 
-    def _chunk(self, images: Tensor, ids: Tensor, draws: int, stream: Stream) -> Tensor:
-        if draws < 1:
-            raise InputError(f"expected at least 1 draw, got {draws}")
+    def _chunk(self, images: Tensor, ids: Tensor, span: range, stream: Stream) -> Tensor:
         images = images.to(self.device, torch.float32, non_blocking=True)
         ids = ids.to(self.device, non_blocking=True)
         if self.sigma == 0:  # every draw is the same
-            return self._finite(self._forward_all(images, ids, 1, stream, self._rows(images), 1)).expand(-1, draws, -1)
+            once = self._forward_all(images, ids, range(1), stream, self._rows(images), 1)
+            return self._finite(once).expand(-1, len(span), -1)
         while True:
             rows = self._rows(images)
             try:
-                out = self._forward_all(images, ids, draws, stream, max(1, rows // draws), min(draws, rows))
+                out = self._forward_all(images, ids, span, stream, max(1, rows // len(span)), min(len(span), rows))
                 break
             except torch.cuda.OutOfMemoryError:
                 if rows <= 1:
@@ -203,19 +223,19 @@ class Smoother:
         return out
 
     def _forward_all(
-        self, images: Tensor, ids: Tensor, draws: int, stream: Stream, per_step: int, draws_per_step: int
+        self, images: Tensor, ids: Tensor, span: range, stream: Stream, per_step: int, draws_per_step: int
     ) -> Tensor:
         shape, steps = tuple(images.shape[1:]), []
         for at in range(0, len(images), per_step):
             some, their = images[at : at + per_step], ids[at : at + per_step]
             parts = []
-            for begin in range(0, draws, draws_per_step):
-                span = range(begin, min(begin + draws_per_step, draws))
+            for begin in range(0, len(span), draws_per_step):
+                draws = span[begin : begin + draws_per_step]
                 if self.sigma == 0:
-                    noisy = some[:, None].expand(-1, len(span), *shape)
+                    noisy = some[:, None].expand(-1, len(draws), *shape)
                 else:
-                    noisy = stream.gaussian(their, span, shape).mul_(self.sigma).add_(some[:, None])
-                parts.append(self._run(noisy.reshape(-1, *shape)).view(len(some), len(span), -1))
+                    noisy = stream.gaussian(their, draws, shape).mul_(self.sigma).add_(some[:, None])
+                parts.append(self._run(noisy.reshape(-1, *shape)).view(len(some), len(draws), -1))
             steps.append(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0])
         return torch.cat(steps) if len(steps) > 1 else steps[0]
 

@@ -1,0 +1,104 @@
+"""``holdfast smooth``: noisy logits into a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from holdfast.cli.console import Json, Seed, Sigma, app, err, out, print_json
+
+AutocastName = Literal["float16", "bfloat16"]
+
+
+@app.command()
+def smooth(
+    model: Annotated[str, typer.Option(help="`small-cnn`, `cifar-resnet20/56/110`, or `package.module:function`.")],
+    data: Annotated[str, typer.Option(help="`digits`, `cifar10`, `cifar100`, or a file with `images` and `labels`.")],
+    sigma: Sigma,
+    root: Annotated[Path, typer.Option("--out", help="Folder of stores; this one gets its own folder there.")],
+    weights: Annotated[
+        Path | None, typer.Option(help="Checkpoint of a built-in model (safetensors, or torch weights).")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the official CIFAR files.")] = None,
+    draws: Annotated[int, typer.Option(help="Noisy copies per image; more can be added later.")] = 256,
+    images: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
+    seed: Seed = 0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the model's own by default.")] = None,
+    autocast: Annotated[AutocastName | None, typer.Option(help="Mixed precision; part of what is certified.")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
+    channels_last: Annotated[bool, typer.Option("--channels-last", help="Memory format of the model's input.")] = False,
+    batch_size: Annotated[int | None, typer.Option(help="Noisy images per forward pass.")] = None,
+    chunk_images: Annotated[int | None, typer.Option(help="Images per file, fixed when the store is made.")] = None,
+    chunk_draws: Annotated[int | None, typer.Option(help="Draws per file, fixed when the store is made.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume/--restart", help="Go on from what is stored, or delete it and begin again.")
+    ] = True,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Only compare all checksums; exit code 1 if a chunk is damaged or missing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a model under noise once and keep its logits on disk, for `holdfast evaluate` and everything else.
+
+    Stop it whenever you like, and run it again: it goes on with the first chunk that is missing or damaged. More draws
+    extend the store. Another model, sigma, seed, data or numerics get a store of their own.
+    """
+    import torch
+
+    from holdfast.errors import InputError
+    from holdfast.smoothing import Smoother
+    from holdfast.specs import MODELS, load_data, load_model
+    from holdfast.store import LogitStore, StoreKey, size_in_words
+
+    if model in MODELS and weights is None:
+        raise InputError(f"{model} needs trained weights: --weights FILE")
+    labelled = load_data(data, data_dir)
+    if images is not None and not 1 <= images <= len(labelled):
+        raise InputError(f"expected 1 to {len(labelled)} images of {data}, got {images}")
+    labelled = labelled[: len(labelled) if images is None else images]
+    smoother = Smoother(
+        load_model(model, weights, len(labelled.class_names), device), sigma, batch_size=batch_size, device=device,
+        autocast=None if autocast is None else getattr(torch, autocast), channels_last=channels_last, compile=compile,
+    )  # fmt: skip
+    key = StoreKey.of(smoother, labelled.pair, seed)
+    store = LogitStore.open(
+        root, key, draws=draws, chunk_images=chunk_images, chunk_draws=chunk_draws, restart=not resume and not verify
+    )
+    if not verify:
+        store.refresh()
+    damaged = store.verify() if verify else {chunk.name: why for chunk, why in store.damaged.items()}
+    for name, why in damaged.items():
+        again = "" if verify else "; computing it again"
+        err.print(f"damaged: {name}: {why}{again}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    if verify:
+        missing = store.missing(draws)
+        sound = not damaged and not missing
+        facts = {**store.summary(), "damaged": damaged, "missing": [chunk.name for chunk in missing], "sound": sound}
+        if as_json:
+            print_json(facts)
+        else:
+            verdict = "all checksums match" if sound else f"{len(damaged)} damaged, {len(missing)} missing"
+            out.print(f"{store.folder}: {facts['chunks']} intact chunks, {verdict}", highlight=False, soft_wrap=True)
+        raise typer.Exit(0 if sound else 1)
+    done = store.fill(smoother, labelled.pair, draws)
+    facts = {
+        **store.summary(), "computed_chunks": done.computed, "reused_chunks": done.reused, "damaged": done.damaged,
+        "seconds": round(done.seconds, 3), "noisy_images_per_second": round(done.noisy_images / done.seconds, 1),
+    }  # fmt: skip
+    if as_json:
+        print_json(facts)
+        return
+    lines = [
+        f"store    {store.folder}",
+        f"holds    {facts['images']} images x {facts['draws']} draws x {facts['classes']} classes, float16, "
+        f"{size_in_words(facts['bytes'])} in {facts['chunks']} files",
+    ]
+    if done.computed:
+        rate = f"{facts['noisy_images_per_second']:.0f} noisy images/s"
+        lines.append(f"done     {done.computed} chunks computed, {done.reused} reused, {done.seconds:.1f} s, {rate}")
+    else:
+        lines.append(f"done     nothing to do: all of it was there, and every checksum matches ({done.seconds:.1f} s)")
+    lines.append(f"next     holdfast evaluate {store.folder} --sigma {sigma:g} --epsilon {sigma / 2:g}")
+    out.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
