@@ -90,22 +90,24 @@ def check_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return logits, check_labels(labels, len(logits), logits.shape[2])
 
 
-class _Scored:
-    """Noisy scores of every image, computed once per kind and shared by methods and splits.
+class Scored:
+    """Noisy scores of some images, computed once per kind and shared by methods and splits.
 
-    Kinds: ``plain`` scores, ``order`` (for methods that only compare) and ``ptt``, fitted on the current holdout.
+    Kinds: ``plain`` scores, ``order`` (for methods that only compare) and ``ptt``, fitted on a holdout. ``uniform`` holds
+    two numbers per image: one for randomised scores, one for randomised boundaries.
     """
 
-    def __init__(self, logits: Tensor, labels: Tensor, score: Score, alpha: float, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.u, self.v = torch.rand(2, len(logits), generator=generator)
-        self.logits, self.labels, self.score, self.alpha = logits, labels, score, alpha
+    def __init__(
+        self, logits: Tensor, labels: Tensor, score: Score, alpha: float, uniform: Float[Tensor, "2 n"]
+    ) -> None:
+        self.u, self.v = uniform.to(logits.device)
+        self.logits, self.labels, self.score, self.alpha = logits, labels.to(logits.device), score, alpha
+        self.ptt: PTT | None = None
         self._cache: dict[tuple[str, int], tuple[Draws, Draws]] = {}
-        self._holdout: Tensor | None = None
 
     def _apply(self, function: Callable[[Tensor, Tensor], Tensor]) -> Draws:
         n, draws, classes = self.logits.shape
-        out = torch.empty(n, classes, draws)
+        out = torch.empty(n, classes, draws, device=self.logits.device)
         step = max(1, 2_000_000 // (draws * classes))
         for at in range(0, n, step):
             part = slice(at, at + step)
@@ -114,11 +116,12 @@ class _Scored:
             raise InputError(f"score {self.score.name!r} returned NaN; a NaN has no rank, so it carries no guarantee")
         return Draws(out)
 
-    def fit(self, holdout: Tensor) -> None:
-        """Forget what was fitted on another holdout."""
-        if self._holdout is not holdout:
-            self._cache = {key: value for key, value in self._cache.items() if key[0] != "ptt"}
-            self._holdout = holdout
+    def fit(self, holdout: Tensor) -> PTT:
+        """Fit PTT on these of the images, one draw each, and forget what was transformed by another."""
+        order = self.draws("order", self.logits.shape[1])[0]
+        self.ptt = PTT.fit(order.values[holdout, self.labels[holdout], 0], self.alpha)
+        self._cache = {key: value for key, value in self._cache.items() if key[0] != "ptt"}
+        return self.ptt
 
     def draws(self, kind: str, count: int) -> tuple[Draws, Draws]:
         """The first ``count`` draws of every label, and of the true label."""
@@ -126,9 +129,8 @@ class _Scored:
             if count < self.logits.shape[1]:
                 every = self.draws(kind, self.logits.shape[1])[0].first(count)
             elif kind == "ptt":
-                order, held = self.draws("order", count)[0], self._holdout
-                ptt = PTT.fit(order.values[held, self.labels[held], 0], self.alpha)
-                every = Draws(ptt(order.values))
+                assert self.ptt is not None
+                every = Draws(self.ptt(self.draws("order", count)[0].values))
             elif kind == "order":
                 every = self._apply(self.score.order)
             elif type(self.score).order is Score.order:
@@ -139,13 +141,27 @@ class _Scored:
         return self._cache[kind, count]
 
 
-class _Runner:
-    """One method on one kind of scores: fitted, then judged split by split on statistics computed once for all images."""
+def uniforms(n: int, seed: int) -> Float[Tensor, "2 n"]:
+    """The numbers that randomise scores and boundaries: two per image, independent of its noise."""
+    return torch.rand(2, n, generator=torch.Generator().manual_seed(seed))
 
-    def __init__(
-        self, method: type[Method], transform: str, scored: _Scored, setting: Callable[[int], Setting]
-    ) -> None:
-        self.method, self.transform, self.scored, self.setting = method, transform, scored, setting
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a method keeps of images: of their true label at calibration, of every label and the true one at test."""
+
+    calibration: Tensor
+    test: Tensor
+    true: Tensor
+
+
+class Runner:
+    """One method on one kind of scores: fitted on a holdout, then judged split by split on its statistics of all images."""
+
+    statistics: Statistics
+
+    def __init__(self, method: type[Method], transform: str, score: str, setting: Callable[[int], Setting]) -> None:
+        self.method, self.transform, self.score, self.setting = method, transform, score, setting
         self.kind = "ptt" if transform == "ptt" else "order" if method.compares_only else "plain"
         self.results: list[tuple[float, float, bool]] = []
 
@@ -156,35 +172,68 @@ class _Runner:
     def calibration_points(self, split: Split) -> Tensor:
         return split.calibration if self.depends_on_holdout else split.more
 
-    def fit(self, split: Split) -> None:
-        labels, available = self.scored.labels, self.scored.logits.shape[1]
-        holdout = None
+    def fit(self, scored: Scored, holdout: Tensor, split: Split) -> None:
+        """Choose the rule. ``holdout`` says which of the scored images are the holdout of the split."""
+        held = None
         if self.method.uses_holdout:
-            every, _ = self.scored.draws(self.kind, available)
-            holdout = Holdout(every[split.holdout], labels[split.holdout])
-        self.rule = self.method.fit(self.setting(len(self.calibration_points(split))), holdout)
+            every, _ = scored.draws(self.kind, scored.logits.shape[1])
+            held = Holdout(every[holdout], scored.labels[holdout])
+        self.rule = self.method.fit(self.setting(len(self.calibration_points(split))), held)
         self.rule.guarantee()  # refuses impossible combinations before the work
-        _, true = self.scored.draws(self.kind, self.rule.calibration_draws)
-        every, _ = self.scored.draws(self.kind, self.rule.test_draws)
+
+    def measure(self, scored: Scored) -> Statistics:
+        """The statistics of these images under the rule."""
+        _, true = scored.draws(self.kind, self.rule.calibration_draws)
+        every, _ = scored.draws(self.kind, self.rule.test_draws)
         if isinstance(self.rule, CountRule):
             _ = true.ascending, every.ascending  # sorted once, looked up for every rule
-        self.calibration_statistic = self.rule.calibration_statistic(true)
-        self.test_statistic = self.rule.test_statistic(every, self.scored.v)
-        self.true_statistic = self.test_statistic.gather(1, labels[:, None])[:, 0]
+        test = self.rule.test_statistic(every, scored.v)
+        return Statistics(
+            self.rule.calibration_statistic(true), test, test.gather(1, scored.labels[:, None])[:, 0]
+        )  # fmt: skip
 
     def judge(self, split: Split) -> None:
-        threshold = self.rule.threshold(self.calibration_statistic[self.calibration_points(split)])
-        mask = self.test_statistic[split.test] <= threshold
-        covered = self.true_statistic[split.test] <= threshold
+        known = self.statistics
+        threshold = self.rule.threshold(known.calibration[self.calibration_points(split)])
+        mask = known.test[split.test] <= threshold
+        covered = known.true[split.test] <= threshold
         self.results.append((float(mask.sum() / len(mask)), float(covered.double().mean()), bool(mask.all())))
 
     def row(self) -> Row:
         sizes, coverages, trivial = zip(*self.results, strict=True)
         s = self.rule.setting
         return Row(
-            self.method.name, self.scored.score.name, self.transform, self.method.certified, s.alpha, s.epsilon, s.sigma,
+            self.method.name, self.score, self.transform, self.method.certified, s.alpha, s.epsilon, s.sigma,
             self.rule.test_draws, self.rule.calibration_draws, len(sizes), Spread.of(sizes), Spread.of(coverages), sum(trivial),
         )  # fmt: skip
+
+
+def make_runners(
+    methods: Sequence[str], transforms: Sequence[str], score: Score, *, alpha: float, epsilon: float, sigma: float, beta: float,
+    draws: int | None, calibration_draws: int | None, available: int, classes: int,
+) -> list[Runner]:  # fmt: skip
+    """The methods to run on noisy logits with ``available`` draws; see :func:`evaluate_methods`."""
+    draws = available if draws is None else draws
+    for asked in (draws, draws if calibration_draws is None else calibration_draws):
+        if not 1 <= asked <= available:
+            raise InputError(f"asked for {asked} draws, the file has {available}; ask for 1 to {available}")
+    for transform in transforms:
+        if transform not in ("none", "ptt"):
+            raise InputError(f"expected transforms among none and ptt, got {transform!r}")
+
+    def runner(name: str, transform: str) -> Runner:
+        cal = calibration_draws or (available if name == "exact_asymmetric" else draws)
+        return Runner(
+            get_method(name), transform, score.name, lambda n: Setting(alpha, epsilon, sigma, draws, n, classes, cal, beta)
+        )  # fmt: skip
+
+    return [
+        runner(name, transform)
+        for name in methods
+        for transform in transforms
+        if (transform == "none" or not get_method(name).compares_only or len(transforms) == 1)
+        and (draws >= get_method(name).least_draws or len(methods) == 1)
+    ]
 
 
 def evaluate_methods(
@@ -213,35 +262,19 @@ def evaluate_methods(
     """
     logits, labels = check_logits(logits, labels)
     n, available, classes = logits.shape
-    draws = available if draws is None else draws
-    for asked in (draws, draws if calibration_draws is None else calibration_draws):
-        if not 1 <= asked <= available:
-            raise InputError(f"asked for {asked} draws, the file has {available}; ask for 1 to {available}")
     kind = get_score(score)
-    for transform in transforms:
-        if transform not in ("none", "ptt"):
-            raise InputError(f"expected transforms among none and ptt, got {transform!r}")
-    scored = _Scored(logits, labels, kind, alpha, seed)
-
-    def runner(name: str, transform: str) -> _Runner:
-        cal = calibration_draws or (available if name == "exact_asymmetric" else draws)
-        return _Runner(
-            get_method(name), transform, scored, lambda n: Setting(alpha, epsilon, sigma, draws, n, classes, cal, beta)
-        )
-
-    runners = [
-        runner(name, transform)
-        for name in methods
-        for transform in transforms
-        if (transform == "none" or not get_method(name).compares_only or len(transforms) == 1)
-        and (draws >= get_method(name).least_draws or len(methods) == 1)
-    ]
+    runners = make_runners(
+        methods, transforms, kind, alpha=alpha, epsilon=epsilon, sigma=sigma, beta=beta, draws=draws,
+        calibration_draws=calibration_draws, available=available, classes=classes,
+    )  # fmt: skip
+    scored = Scored(logits, labels, kind, alpha, uniforms(n, seed))
     for index, split in enumerate(random_splits(n, splits, holdout, seed, redraw_holdout)):
-        if index == 0 or redraw_holdout:
+        if (index == 0 or redraw_holdout) and any(run.kind == "ptt" for run in runners):
             scored.fit(split.holdout)
         for at, run in enumerate(runners):
             if index == 0 or (redraw_holdout and run.depends_on_holdout):
-                run.fit(split)
+                run.fit(scored, split.holdout, split)
+                run.statistics = run.measure(scored)
             run.judge(split)
             if progress:
                 progress(index * len(runners) + at + 1, splits * len(runners))

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -77,7 +77,7 @@ class LogitStore(StoreReader):
         chunk_draws: int | None = None,
         restart: bool = False,
         progress: bool = True,
-    ) -> Self:
+    ) -> LogitStore:
         """The store of this key under ``root``; it need not be there yet.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -21,6 +21,7 @@ from holdfast.store.grid import Chunk, cover
 from holdfast.store.index import INDEX, Entry, Facts, find_facts, is_store, read_index
 
 Rows = slice | range | Sequence[int] | Tensor | None
+Store = TypeVar("Store", bound="StoreReader")
 
 
 class StoreReader:
@@ -33,7 +34,7 @@ class StoreReader:
         self._entries: dict[Chunk, Entry] | None = None
 
     @classmethod
-    def at(cls, path: str | Path, progress: bool = True) -> Self:
+    def at(cls: type[Store], path: str | Path, progress: bool = True) -> Store:
         """A store that exists, by its own folder or by a folder that holds no other store."""
         path = Path(path)
         if not path.is_dir():
