@@ -99,7 +99,7 @@ def evaluate_store(
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Row]:
     """The same from a store, for logits that fit on the disk but not into memory."""
-    return _evaluate(_Stored(store, draws or store.draws), requests, splits, holdout, seed, progress)
+    return _evaluate(_Stored(store, store.sound_draws if draws is None else draws), requests, splits, holdout, seed, progress)
 
 
 # -- where logits come from --------------------------------------------------------------------------------------------

@@ -102,6 +102,15 @@ class StoreReader:
         """How many draws every image has, from the first on."""
         return self.grid.common_draws(self.entries)
 
+    @property
+    def sound_draws(self) -> int:
+        """The same, unless there are fewer than there were: then it names the damaged chunk."""
+        draws = self.draws
+        before = self.grid.common_draws([*self.entries, *(chunk for chunk in self.damaged if self.grid.fits(chunk))])
+        if draws == 0 or draws < before:
+            raise self._absent(Chunk(range(self.key.images), range(draws, max(before, 1))))
+        return draws
+
     def missing(self, draws: int | range) -> list[Chunk]:
         """The chunks still to be computed before every image has these draws, the first draws of all images first."""
         return self.grid.missing(self.entries, as_range(draws))
@@ -135,13 +144,11 @@ class StoreReader:
 
         Args:
             rows: a slice, range or tensor of positions in the dataset, in any order; all by default.
-            draws: how many, or which; by default all that every image has.
+            draws: how many, or which; by default all that every image has, and an error if a chunk is damaged.
             dtype: float16 as they are stored, or anything that holds it.
         """
         index = self._positions(rows)
-        if draws is None and self.draws == 0:
-            raise self._absent(Chunk(range(self.key.images), range(1)))
-        span = as_range(self.draws if draws is None else draws)
+        span = as_range(self.sound_draws if draws is None else draws)
         out = torch.empty(len(index), len(span), self.classes or 0, dtype=dtype)
         there = self.grid.by_block(self.entries)
         for block in (index // self.grid.chunk_images).unique().tolist():
