@@ -75,8 +75,9 @@ def evaluate_streaming(
         seed: of splits, noise and randomised scores.
         progress: called with (done, total) while splits are judged; the smoother shows its own progress.
 
-    Memory grows with images x classes (8 bytes per label for each method that averages scores, 4 for the others) and with
-    holdout x draws x classes, never with images x draws.
+    Memory grows with images x classes (8 bytes per label for each method that averages scores, 4 for the others), and with
+    holdout x draws x classes, never with images x draws x classes. ``exact_asymmetric`` also keeps up to 4 bytes per image
+    and calibration draw, of the true label.
 
     Example:
         >>> smoother = Smoother(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3)), sigma=0.5)
@@ -99,7 +100,9 @@ def evaluate_store(
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Row]:
     """The same from a store, for logits that fit on the disk but not into memory."""
-    return _evaluate(_Stored(store, store.sound_draws if draws is None else draws), requests, splits, holdout, seed, progress)
+    return _evaluate(
+        _Stored(store, store.sound_draws if draws is None else draws), requests, splits, holdout, seed, progress
+    )
 
 
 # -- where logits come from --------------------------------------------------------------------------------------------
