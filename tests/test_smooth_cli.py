@@ -246,7 +246,7 @@ def test_a_damaged_chunk_is_named_and_computed_again(place: Path, capsys: pytest
     code, text, err = run(capsys, *arguments(place))
     assert code == 0
     assert f"damaged: {bad.name}: it does not match its checksum; computing it again" in err
-    assert "1 chunks computed, 17 reused" in text
+    assert "1 chunk computed, 17 reused" in text
     assert content(place / "store") == before
 
 

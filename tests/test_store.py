@@ -540,17 +540,18 @@ def test_workers_on_one_store_need_no_lock(whole: Path, tmp_path: Path) -> None:
 
 
 def test_work_can_be_dealt_out(whole: Path, tmp_path: Path) -> None:
-    """What a cluster does: one lists what is missing, many write chunks and only chunks, one writes the index."""
+    """What a cluster does: one makes the store and lists the work, many write chunks and only chunks, one sums up."""
     run = smoother()
-    key = StoreKey.of(run, DATA, 0)
-    todo = LogitStore.open(tmp_path, key, **GRID).missing(8)
-    for chunk in reversed(todo):
+    store = LogitStore.open(tmp_path, StoreKey.of(run, DATA, 0), **GRID)
+    store.write_index()
+    index = (store.folder / "index.json").read_bytes()
+    for chunk in reversed(store.missing(8)):
         rows = torch.arange(chunk.rows.start, chunk.rows.stop)
-        logits = run.logits(DATA[0][rows], chunk.draws, key.stream, rows)
-        size = LogitStore.open(tmp_path, key, **GRID).write(chunk, logits, DATA[1][rows])
-        assert (tmp_path / key.folder / chunk.name).stat().st_size == size
-    assert not (tmp_path / key.folder / "index.json").exists()
-    store = LogitStore.open(tmp_path, key, **GRID)
+        worker = LogitStore.at(store.folder)
+        size = worker.write(chunk, run.logits(DATA[0][rows], chunk.draws, worker.key.stream, rows), DATA[1][rows])
+        assert (store.folder / chunk.name).stat().st_size == size
+    assert (store.folder / "index.json").read_bytes() == index
+    store.refresh()
     assert store.missing(8) == []
     store.write_index()
     assert content(tmp_path) == content(whole)
@@ -729,10 +730,14 @@ def test_the_grid_is_the_stores_until_it_is_restarted(copy: Path) -> None:
     assert torch.equal(again.read(), expected(range(8)))
 
 
-def test_chunks_are_about_one_forward_pass_unless_asked_otherwise(tmp_path: Path) -> None:
-    key = StoreKey.of(smoother(), DATA, 0)
-    assert LogitStore.open(tmp_path, key).grid == Grid(IMAGES, 256, 64)
-    assert LogitStore.open(tmp_path, key, draws=16).grid == Grid(IMAGES, 1024, 64)
+@pytest.mark.parametrize(("device", "wide"), [("cuda", 256), ("cpu", 32), ("mps", 256)])
+def test_chunks_are_of_moderate_size_unless_asked_otherwise(device: str, wide: int, tmp_path: Path) -> None:
+    """One forward pass of a GPU, about a minute of a deep network on a CPU: what a kill can cost."""
+    key = replace(StoreKey.of(smoother(), DATA, 0), device=device)
+    assert LogitStore.open(tmp_path, key).grid == Grid(IMAGES, wide, 64)
+    assert LogitStore.open(tmp_path, key, draws=16).grid == Grid(IMAGES, 4 * wide, 64)
+    assert LogitStore.open(tmp_path, key, draws=1024).grid == Grid(IMAGES, wide, 64)
+    assert LogitStore.open(tmp_path, key, chunk_images=9, draws=16).grid == Grid(IMAGES, 9, 64)
 
 
 def test_what_is_not_there_cannot_be_read(whole: Path, tmp_path: Path) -> None:

@@ -80,7 +80,9 @@ def smooth(
             print_json(facts)
         else:
             verdict = "all checksums match" if sound else f"{len(damaged)} damaged, {len(missing)} missing"
-            out.print(f"{store.folder}: {facts['chunks']} intact chunks, {verdict}", highlight=False, soft_wrap=True)
+            out.print(
+                f"{store.folder}: {_count(facts['chunks'], 'intact chunk')}, {verdict}", highlight=False, soft_wrap=True
+            )
         raise typer.Exit(0 if sound else 1)
     done = store.fill(smoother, labelled.pair, draws)
     facts = {
@@ -93,12 +95,18 @@ def smooth(
     lines = [
         f"store    {store.folder}",
         f"holds    {facts['images']} images x {facts['draws']} draws x {facts['classes']} classes, float16, "
-        f"{size_in_words(facts['bytes'])} in {facts['chunks']} files",
+        f"{size_in_words(facts['bytes'])} in {_count(facts['chunks'], 'file')}",
     ]
     if done.computed:
         rate = f"{facts['noisy_images_per_second']:.0f} noisy images/s"
-        lines.append(f"done     {done.computed} chunks computed, {done.reused} reused, {done.seconds:.1f} s, {rate}")
+        lines.append(
+            f"done     {_count(done.computed, 'chunk')} computed, {done.reused} reused, {done.seconds:.1f} s, {rate}"
+        )
     else:
         lines.append(f"done     nothing to do: all of it was there, and every checksum matches ({done.seconds:.1f} s)")
     lines.append(f"next     holdfast evaluate {store.folder} --sigma {sigma:g} --epsilon {sigma / 2:g}")
     out.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"

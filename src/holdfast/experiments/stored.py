@@ -48,9 +48,9 @@ def evaluate_logits(
         "transforms": tuple(transforms), "draws": draws, "calibration_draws": calibration_draws,
     }  # fmt: skip
     if not Path(path).is_dir():
+        logits, labels = read_arrays(path, "logits", "labels")
         if sigma is None:
             raise InputError("expected --sigma, the noise that the logits of this file were computed with")
-        logits, labels = read_arrays(path, "logits", "labels")
         rows = evaluate_methods(logits, labels, sigma=sigma, redraw_holdout=redraw_holdout, **asked, **over)
         return Evaluated(rows, len(logits), sigma)
     store = StoreReader.at(path)
