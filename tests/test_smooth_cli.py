@@ -105,7 +105,7 @@ def test_killed_twice_and_resumed_is_as_if_never_killed(place: Path, capsys: pyt
     assert total == 18
     survivors: dict[str, bytes] = {}
     for least in (2, 7):
-        process = start(place, arguments(place, "killed"), HOLDFAST_TEST_SLEEP="0.05")
+        process = start(place, arguments(place, "killed"), HOLDFAST_TEST_SLEEP="0.15")
         deadline = time.monotonic() + 90
         while len(chunks(place / "killed")) < least:
             assert process.poll() is None, process.communicate()
