@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, TensorDataset
 
 from holdfast.errors import HoldfastWarning, InputError
-from holdfast.inputs import Batch, batches, check_images, in_memory, length
+from holdfast.inputs import Batch, batches, check_images, in_memory, length, take
 
 N = 11
 IMAGES = torch.rand(N, 1, 3, 2, generator=torch.Generator().manual_seed(0))
@@ -98,6 +98,27 @@ def test_a_loaders_length_is_what_one_pass_yields(drop_last: bool) -> None:
     for sampler in (None, SubsetRandomSampler(range(7)), RandomSampler(dataset, replacement=True, num_samples=30)):
         loader = DataLoader(dataset, batch_size=4, sampler=sampler, drop_last=drop_last)
         assert length(loader) == len(everything(loader))
+
+
+@pytest.mark.parametrize("rows", [[], [3], [10, 0, 0, 4], range(2, 9)])
+@pytest.mark.parametrize("kind", ["tensors", "arrays", "list-of-labels", "nested-lists", "dataset"])
+def test_examples_are_taken_in_any_order(kind: str, rows: list[int] | range) -> None:
+    taken = take(LABELLED[kind](), rows)
+    assert length(taken) == len(rows)
+    if len(rows):
+        (batch,) = batches(taken)
+        assert batch.labels is not None
+        assert torch.equal(batch.images, IMAGES[list(rows)])
+        assert torch.equal(batch.labels, LABELS[list(rows)])
+    assert torch.equal(take(IMAGES.numpy(), torch.tensor(rows, dtype=torch.int64)), IMAGES[list(rows)])
+
+
+@pytest.mark.parametrize(
+    "kind", ["loader", "list-of-batches", "tuple-of-batches", "two-batches", "generator", "endless"]
+)
+def test_what_has_an_order_of_its_own_is_not_taken_from(kind: str) -> None:
+    with pytest.raises(InputError, match="pass its dataset"):
+        take(LABELLED[kind](), [0])
 
 
 def test_batches_have_the_size_asked_for() -> None:

@@ -105,6 +105,35 @@ def test_more_draws_extend_fewer(batch_size: int) -> None:
     assert not torch.equal(many[:, 0], many[:, 1])
 
 
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+@pytest.mark.parametrize("span", [range(0, 3), range(3, 20), range(19, 20), range(2, 11)])
+def test_a_range_of_draws_continues_where_others_ended(batch_size: int, span: range) -> None:
+    """The network sees exactly those draws; what is streamed, reduced or remembered is cut the same way."""
+    images, stream, recorder = toy(5)[0], Stream(0, "test"), Recorder()
+    noise = stream.gaussian(torch.arange(5), span, SHAPE)
+    run = Smoother(recorder, 0.5, batch_size=batch_size)
+    found = run.logits(images, span, stream)
+    noisy = images[:, None] + 0.5 * noise
+    assert torch.equal(found, noisy.flatten(2)[..., :3])
+    assert torch.equal(recorder.inputs, noisy.flatten(0, 1))
+    assert torch.equal(run.reduce(images, span, stream, lambda batch, logits: logits), found)
+    remembering = RememberingSmoother(Recorder(), 0.5, batch_size=batch_size)
+    for _ in range(2):
+        assert torch.equal(remembering.logits(images, span, stream), found)
+    assert torch.equal(
+        Smoother(Recorder(), 0.0).logits(images, span, stream), images.flatten(1)[:, None, :3].expand_as(found)
+    )
+
+
+@pytest.mark.parametrize("draws", [0, -1, range(0), range(4, 4), range(-1, 3), range(0, 8, 2)])
+def test_draws_that_are_none_are_refused(draws: int | range) -> None:
+    run, images = Smoother(network(), 0.5), toy(2)[0]
+    with pytest.raises(InputError, match=r"expected at least 1 draw|of step 1 from 0 on"):
+        run.logits(images, draws, Stream(0, "test"))
+    with pytest.raises(InputError, match=r"expected at least 1 draw|of step 1 from 0 on"):
+        next(run.stream(images, draws, Stream(0, "test")))
+
+
 def test_without_noise_the_model_runs_as_it_is() -> None:
     images, model = toy(6)[0], network()
     logits = Smoother(model, 0.0).logits(images, 3, Stream(0, "test"))

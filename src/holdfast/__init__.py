@@ -18,6 +18,7 @@ from holdfast.predictor import Predictor
 from holdfast.scores import APS, HPS, RAPS, CustomScore, Score
 from holdfast.sets import PredictionSets
 from holdfast.smoothing import Smoother, fingerprint
+from holdfast.store import LogitStore
 from holdfast.transforms import PTT
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "Guarantee",
     "HoldfastWarning",
     "InputError",
+    "LogitStore",
     "PredictionSets",
     "Predictor",
     "Score",

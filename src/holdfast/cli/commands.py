@@ -72,7 +72,7 @@ def plan(
     calibration_draws: Annotated[int, typer.Option(help="Model evaluations per calibration point, paid once.")] = 64,
     n: Annotated[int, typer.Option(help="Calibration points.")] = 4750,
     beta: Annotated[float, typer.Option(help="Monte Carlo budget of RSCP+.")] = 0.001,
-    holdout: Annotated[Path | None, typer.Option(help="Noisy logits of your own holdout (safetensors or npz).")] = None,
+    holdout: Annotated[Path | None, typer.Option(help="Noisy logits of your own holdout: a file or a store.")] = None,
     as_json: Json = False,
 ) -> None:
     """What N draws per query buy: the best exact rules beside what RSCP+ pays. Needs no data.
@@ -116,19 +116,23 @@ def plan(
 def _holdout(path: Path) -> Any:
     from holdfast.draws import Draws
     from holdfast.experiments.splits import check_logits
-    from holdfast.logits_file import read_arrays
     from holdfast.scores import HPS
+    from holdfast.store import read_logits
     from holdfast.tuning import Holdout
 
-    logits, labels = check_logits(*read_arrays(path, "logits", "labels"))
+    logits, labels = check_logits(*read_logits(path))
     return Holdout(Draws(HPS().order(logits.float()).transpose(1, 2).contiguous()), labels)
 
 
 @app.command()
 def evaluate(
-    logits: Annotated[Path, typer.Argument(help="safetensors or npz with `logits` [n, N, K] and `labels` [n].")],
-    sigma: Sigma,
+    logits: Annotated[
+        Path, typer.Argument(help="safetensors or npz with `logits` [n, N, K] and `labels` [n], or a store's folder.")
+    ],
     epsilon: Epsilon,
+    sigma: Annotated[
+        float | None, typer.Option(help="Standard deviation of the noise, in pixel units; a store knows its own.")
+    ] = None,
     alpha: Alpha = 0.1,
     beta: Annotated[float, typer.Option(help="Monte Carlo budget of RSCP+.")] = 0.001,
     score: Annotated[ScoreName, typer.Option(help="Non-conformity score.")] = "hps",
@@ -148,26 +152,25 @@ def evaluate(
     """Any methods on precomputed noisy logits, over random splits. No network needed, so any framework will do.
 
     `logits[i, j]` are the outputs for image i plus the j-th noise vector, noise independent across images and draws.
+    `holdfast smooth` makes a store of them; one that is too large for memory is read piece by piece.
     """
     from holdfast.experiments.manifest import manifest, write_results
-    from holdfast.experiments.splits import evaluate_methods
-    from holdfast.logits_file import read_arrays
+    from holdfast.experiments.stored import evaluate_logits
 
     start = time.monotonic()
-    values, labels = read_arrays(logits, "logits", "labels")
     names = list(method or ["all"])
     names = list(METHODS) if "all" in names else names
     transforms = ("none", "ptt") if transform == "both" else (transform,)
     with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("evaluating", total=None)
-        rows = evaluate_methods(
-            values, labels, sigma=sigma, epsilon=epsilon, alpha=alpha, beta=beta, score=score, methods=names,
+        rows, count, sigma = evaluate_logits(
+            logits, sigma=sigma, epsilon=epsilon, alpha=alpha, beta=beta, score=score, methods=names,
             transforms=transforms, draws=draws, calibration_draws=calibration_draws, splits=splits, holdout=holdout,
             redraw_holdout=redraw_holdout, seed=seed,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )  # fmt: skip
     if save:
-        config = {"logits": logits.name, "images": len(values), "splits": splits, "holdout": holdout, "seed": seed}
+        config = {"logits": logits.name, "images": count, "splits": splits, "holdout": holdout, "seed": seed}
         command = " ".join(["holdfast", *(logits.name if word == str(logits) else word for word in sys.argv[1:])])
         write_results(save, [row.to_dict() for row in rows], manifest(command, config, time.monotonic() - start))
     if as_json:

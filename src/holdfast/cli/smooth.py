@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from holdfast.cli.console import Json, Seed, Sigma, app, err, out, print_json
+
+if TYPE_CHECKING:
+    from holdfast.store import Chunk, LogitStore
 
 AutocastName = Literal["float16", "bfloat16"]
 
@@ -66,22 +69,14 @@ def smooth(
     store = LogitStore.open(
         root, key, draws=draws, chunk_images=chunk_images, chunk_draws=chunk_draws, restart=not resume and not verify
     )
-    if not verify:
-        store.refresh()
-    damaged = store.verify() if verify else {chunk.name: why for chunk, why in store.damaged.items()}
-    for name, why in damaged.items():
-        again = "" if verify else "; computing it again"
-        err.print(f"damaged: {name}: {why}{again}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    damaged = store.verify() if verify else {}
+    missing = store.missing(draws)
     if verify:
-        missing = store.missing(draws)
-        sound = not damaged and not missing
-        facts = {**store.summary(), "damaged": damaged, "missing": [chunk.name for chunk in missing], "sound": sound}
-        if as_json:
-            print_json(facts)
-        else:
-            verdict = "all checksums match" if sound else f"{len(damaged)} damaged, {len(missing)} missing"
-            out.print(f"{store.folder}: {facts['chunks']} intact chunks, {verdict}", highlight=False, soft_wrap=True)
-        raise typer.Exit(0 if sound else 1)
+        _report(store, damaged, missing, as_json)
+        raise typer.Exit(1 if damaged or missing else 0)
+    for chunk, why in store.damaged.items():
+        if any(chunk.overlaps(other) for other in missing):
+            _warn(f"damaged: {chunk.name}: {why}; computing it again")
     done = store.fill(smoother, labelled.pair, draws)
     facts = {
         **store.summary(), "computed_chunks": done.computed, "reused_chunks": done.reused, "damaged": done.damaged,
@@ -93,12 +88,36 @@ def smooth(
     lines = [
         f"store    {store.folder}",
         f"holds    {facts['images']} images x {facts['draws']} draws x {facts['classes']} classes, float16, "
-        f"{size_in_words(facts['bytes'])} in {facts['chunks']} files",
+        f"{size_in_words(facts['bytes'])} in {_count(facts['chunks'], 'file')}",
     ]
     if done.computed:
         rate = f"{facts['noisy_images_per_second']:.0f} noisy images/s"
-        lines.append(f"done     {done.computed} chunks computed, {done.reused} reused, {done.seconds:.1f} s, {rate}")
+        lines.append(
+            f"done     {_count(done.computed, 'chunk')} computed, {done.reused} reused, {done.seconds:.1f} s, {rate}"
+        )
     else:
         lines.append(f"done     nothing to do: all of it was there, and every checksum matches ({done.seconds:.1f} s)")
     lines.append(f"next     holdfast evaluate {store.folder} --sigma {sigma:g} --epsilon {sigma / 2:g}")
     out.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def _warn(text: str) -> None:
+    err.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
+def _report(store: LogitStore, damaged: dict[str, str], missing: list[Chunk], as_json: bool) -> None:
+    """What ``--verify`` found."""
+    sound = not damaged and not missing
+    for name, why in damaged.items():
+        _warn(f"damaged: {name}: {why}")
+    if as_json:
+        names = [chunk.name for chunk in missing]
+        print_json({**store.summary(), "damaged": damaged, "missing": names, "sound": sound})
+        return
+    verdict = "all checksums match" if sound else f"{len(damaged)} damaged, {len(missing)} missing"
+    there = _count(len(store.entries), "intact chunk")
+    out.print(f"{store.folder}: {there}, {verdict}", highlight=False, markup=False, soft_wrap=True)

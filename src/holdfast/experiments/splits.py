@@ -46,7 +46,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Request:
-    """One method to run: ``draws`` per query (all there are by default), other calibration draws, PTT's temperature."""
+    """One method to run.
+
+    Attributes:
+        draws: model evaluations per query; all there are by default.
+        calibration_draws: of calibration points; as many as per query by default, all there are for
+            ``exact_asymmetric``, which lives on them.
+        T: PTT's temperature.
+    """
 
     method: str
     epsilon: float
@@ -54,6 +61,37 @@ class Request:
     draws: int | None = None
     calibration_draws: int | None = None
     T: float = 1 / 400
+
+    def setting(self, alpha: float, sigma: float, beta: float, available: int, classes: int, n: int) -> Setting:
+        """What is asked of the method on logits with ``available`` draws and n calibration points."""
+        draws = self.draws or available
+        cal = self.calibration_draws or (available if self.method == "exact_asymmetric" else draws)
+        return Setting(alpha, self.epsilon, sigma, draws, n, classes, cal, beta)
+
+
+def requests_for(
+    methods: Sequence[str], transforms: Sequence[str], epsilon: float, draws: int | None, calibration_draws: int | None,
+    available: int,
+) -> list[Request]:  # fmt: skip
+    """Every method under every transform that can matter to it; see :func:`evaluate_methods`."""
+    check_request(available, transforms, draws, calibration_draws)
+    return [
+        Request(name, epsilon, transform, draws, calibration_draws)
+        for name in methods
+        for transform in transforms
+        if (transform == "none" or not get_method(name).compares_only or len(transforms) == 1)
+        and ((draws or available) >= get_method(name).least_draws or len(methods) == 1)
+    ]
+
+
+def check_request(available: int, transforms: Sequence[str], *wanted: int | None) -> None:
+    """Refuse transforms that do not exist and draws that are not there."""
+    for transform in transforms:
+        if transform not in ("none", "ptt"):
+            raise InputError(f"expected transforms among none and ptt, got {transform!r}")
+    for asked in wanted:
+        if asked is not None and not 1 <= asked <= available:
+            raise InputError(f"asked for {asked} draws, the file has {available}; ask for 1 to {available}")
 
 
 def check_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,17 +106,25 @@ def check_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return logits, check_labels(labels, len(logits), logits.shape[2])
 
 
+# -- scores, and what methods make of them -----------------------------------------------------------------------------
+
 Kind = tuple[str, float]  # of scores: plain, order (for methods that only compare) or ptt, with its temperature
 
 
-class _Scored:
-    """Noisy scores of every image, computed once per kind and shared by methods and splits; PTT is fitted on a holdout."""
+class Scored:
+    """Noisy scores of some images, computed once per kind and shared by methods and splits.
 
-    def __init__(self, logits: Tensor, labels: Tensor, score: Score, alpha: float, uniforms: Tensor) -> None:
-        self.u, self.v = uniforms.to(logits.device)
+    ``uniform`` holds two numbers per image: one for randomised scores, one for randomised boundaries. ``reference`` are
+    the holdout scores that PTT ranks by, from :meth:`fit` or from elsewhere.
+    """
+
+    def __init__(
+        self, logits: Tensor, labels: Tensor, score: Score, alpha: float, uniform: Float[Tensor, "2 n"]
+    ) -> None:
+        self.u, self.v = uniform.to(logits.device)
         self.logits, self.labels, self.score, self.alpha = logits, labels.to(logits.device), score, alpha
+        self.reference: Tensor | None = None
         self._cache: dict[tuple[Kind, int], tuple[Draws, Draws]] = {}
-        self._holdout: Tensor | None = None
 
     def _apply(self, function: Callable[[Tensor, Tensor], Tensor]) -> Draws:
         n, draws, classes = self.logits.shape
@@ -91,11 +137,12 @@ class _Scored:
             raise InputError(f"score {self.score.name!r} returned NaN; a NaN has no rank, so it carries no guarantee")
         return Draws(out)
 
-    def fit(self, holdout: Tensor) -> None:
-        """Forget what was fitted on another holdout."""
-        if self._holdout is not holdout:
-            self._cache = {key: value for key, value in self._cache.items() if key[0][0] != "ptt"}
-            self._holdout = holdout
+    def fit(self, holdout: Tensor) -> Tensor:
+        """Take PTT's reference from these of the images, one draw each, and forget what another one transformed."""
+        order = self.draws(("order", 0.0), self.logits.shape[1])[0]
+        self.reference = order.values[holdout, self.labels[holdout], 0]
+        self._cache = {key: value for key, value in self._cache.items() if key[0][0] != "ptt"}
+        return self.reference
 
     def draws(self, kind: Kind, count: int) -> tuple[Draws, Draws]:
         """The first ``count`` draws of every label, and of the true label."""
@@ -104,9 +151,9 @@ class _Scored:
             if count < self.logits.shape[1]:
                 every = self.draws(kind, self.logits.shape[1])[0].first(count)
             elif name == "ptt":
-                order, held = self.draws(("order", 0.0), count)[0], self._holdout
-                ptt = PTT.fit(order.values[held, self.labels[held], 0], self.alpha, temperature)
-                every = Draws(ptt(order.values))
+                assert self.reference is not None
+                ptt = PTT.fit(self.reference, self.alpha, temperature)
+                every = Draws(ptt(self.draws(("order", 0.0), count)[0].values))
             elif name == "order":
                 every = self._apply(self.score.order)
             elif type(self.score).order is Score.order:
@@ -117,14 +164,31 @@ class _Scored:
         return self._cache[kind, count]
 
 
-class _Runner:
-    """One method on one kind of scores: fitted, then judged split by split on statistics computed once for all images."""
+def uniforms(n: int, seed: int) -> Float[Tensor, "2 n"]:
+    """The numbers that randomise scores and boundaries: two per image, independent of its noise."""
+    return torch.rand(2, n, generator=torch.Generator().manual_seed(seed))
 
-    def __init__(self, request: Request, scored: _Scored, setting: Callable[[int], Setting]) -> None:
-        self.method, self.transform = get_method(request.method), request.transform
-        self.scored, self.setting = scored, setting
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a method keeps of images: of their true label at calibration, of every label and the true one at test."""
+
+    calibration: Tensor
+    test: Tensor
+    true: Tensor
+
+
+class Runner:
+    """One method on one kind of scores: fitted on a holdout, then judged split by split on its statistics of all images."""
+
+    statistics: Statistics
+
+    def __init__(self, request: Request, score: str, setting: Callable[[int], Setting]) -> None:
+        self.method, self.transform, self.score, self.setting = (
+            get_method(request.method), request.transform, score, setting,
+        )  # fmt: skip
         compares = self.method.compares_only
-        self.kind = ("ptt", request.T) if self.transform == "ptt" else ("order" if compares else "plain", 0.0)
+        self.kind: Kind = ("ptt", request.T) if self.transform == "ptt" else ("order" if compares else "plain", 0.0)
         self.results: dict[str, list[tuple[float, float, bool]]] = {}
 
     @property
@@ -134,37 +198,42 @@ class _Runner:
     def calibration_points(self, split: Split) -> Tensor:
         return split.calibration if self.depends_on_holdout else split.more
 
-    def fit(self, split: Split) -> None:
-        labels, available = self.scored.labels, self.scored.logits.shape[1]
-        holdout = None
+    def fit(self, scored: Scored, holdout: Tensor, split: Split) -> None:
+        """Choose the rule. ``holdout`` says which of the scored images are the holdout of the split."""
+        held = None
         if self.method.uses_holdout:
-            every, _ = self.scored.draws(self.kind, available)
-            held = Draws(every.values[split.holdout].cpu())
-            holdout = Holdout(held, labels[split.holdout].cpu())
-        self.rule = self.method.fit(self.setting(len(self.calibration_points(split))), holdout)
+            every, _ = scored.draws(self.kind, scored.logits.shape[1])
+            # Rules are chosen on the CPU, wherever the scores are.
+            held = Holdout(Draws(every.values[holdout].cpu()), scored.labels[holdout].cpu())
+        self.rule = self.method.fit(self.setting(len(self.calibration_points(split))), held)
         self.rule.guarantee()  # refuses impossible combinations before the work
-        _, true = self.scored.draws(self.kind, self.rule.calibration_draws)
-        every, _ = self.scored.draws(self.kind, self.rule.test_draws)
+
+    def measure(self, scored: Scored) -> Statistics:
+        """The statistics of these images under the rule."""
+        _, true = scored.draws(self.kind, self.rule.calibration_draws)
+        every, _ = scored.draws(self.kind, self.rule.test_draws)
         if isinstance(self.rule, CountRule):
             _ = true.ascending, every.ascending  # sorted once, looked up for every rule
-        self.calibration_statistic = self.rule.calibration_statistic(true)
-        self.test_statistic = self.rule.test_statistic(every, self.scored.v)
-        self.true_statistic = self.test_statistic.gather(1, labels[:, None])[:, 0]
+        test = self.rule.test_statistic(every, scored.v)
+        return Statistics(self.rule.calibration_statistic(true), test, test.gather(1, scored.labels[:, None])[:, 0])
 
-    def judge(self, split: Split, attack: str, test: Tensor) -> None:
-        threshold = self.rule.threshold(self.calibration_statistic[self.calibration_points(split)])
-        mask = self.test_statistic[test] <= threshold
-        covered = self.true_statistic[test] <= threshold
+    def judge(self, split: Split, test: Tensor | None = None, attack: str = "none") -> None:
+        """Calibrate on the split and look at its test points, or at other versions of them."""
+        known, test = self.statistics, split.test if test is None else test
+        threshold = self.rule.threshold(known.calibration[self.calibration_points(split)])
+        mask = known.test[test] <= threshold
+        covered = known.true[test] <= threshold
         found = (float(mask.sum() / len(mask)), float(covered.double().mean()), bool(mask.all()))
         self.results.setdefault(attack, []).append(found)
 
     def rows(self) -> list[Row]:
+        """One row per attack, the clean one first."""
         rows, s = [], self.rule.setting
         for attack, results in self.results.items():
             sizes, coverages, trivial = zip(*results, strict=True)
             rows.append(
                 Row(
-                    self.method.name, self.scored.score.name, self.transform, self.method.certified, s.alpha, s.epsilon, s.sigma,
+                    self.method.name, self.score, self.transform, self.method.certified, s.alpha, s.epsilon, s.sigma,
                     self.rule.test_draws, self.rule.calibration_draws, len(sizes), Spread.of(sizes), Spread.of(coverages),
                     sum(trivial), attack,
                 )
@@ -172,10 +241,20 @@ class _Runner:
         return rows
 
 
-def _check_draws(available: int, *wanted: int | None) -> None:
-    for asked in wanted:
-        if asked is not None and not 1 <= asked <= available:
-            raise InputError(f"asked for {asked} draws, the file has {available}; ask for 1 to {available}")
+def make_runners(
+    requests: Sequence[Request], score: Score, *, alpha: float, sigma: float, beta: float, available: int, classes: int
+) -> list[Runner]:
+    """The methods to run on noisy logits with ``available`` draws."""
+    for request in requests:
+        check_request(available, (request.transform,), request.draws, request.calibration_draws)
+
+    def runner(request: Request) -> Runner:
+        return Runner(request, score.name, lambda n: request.setting(alpha, sigma, beta, available, classes, n))
+
+    return [runner(request) for request in requests]
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -208,37 +287,29 @@ def evaluate_requests(
     """
     logits, labels = check_logits(logits, labels)
     n, available, classes = logits.shape
-    for request in requests:
-        _check_draws(available, request.draws, request.calibration_draws)
-        if request.transform not in ("none", "ptt"):
-            raise InputError(f"expected transforms among none and ptt, got {request.transform!r}")
-    uniforms = torch.rand(2, n, generator=torch.Generator().manual_seed(seed))
-    where = torch.full((n,), -1)
+    kind, uniform, where = get_score(score), uniforms(n, seed), torch.full((n,), -1)
+    runners = make_runners(
+        requests, kind, alpha=alpha, sigma=sigma, beta=beta, available=available, classes=classes
+    )  # fmt: skip
     if attacked is not None:
         # Attacked versions stand behind the clean images, each with its image's label and uniforms.
         where[attacked.positions] = torch.arange(n, n + len(attacked.positions))
         more, _ = check_logits(attacked.logits, labels[attacked.positions])
         logits = torch.cat([logits, more.to(logits.device, logits.dtype)])
         labels = torch.cat([labels, labels[attacked.positions]])
-        uniforms = torch.cat([uniforms, uniforms[:, attacked.positions]], dim=1)
-    scored = _Scored(logits, labels, get_score(score), alpha, uniforms)
-
-    def runner(request: Request) -> _Runner:
-        draws, cal = request.draws or available, request.calibration_draws or request.draws or available
-        return _Runner(request, scored, lambda n: Setting(alpha, request.epsilon, sigma, draws, n, classes, cal, beta))
-
-    runners = [runner(request) for request in requests]
+        uniform = torch.cat([uniform, uniform[:, attacked.positions]], dim=1)
+    scored = Scored(logits, labels, kind, alpha, uniform)
     for index, plain in enumerate(random_splits(n, splits, holdout, seed, redraw_holdout)):
-        hit = where[plain.test]
-        tests = {"none": plain.test} if attacked is None else {"none": plain.test, attacked.name: hit[hit >= 0]}
-        split = plain.to(logits.device)
-        if index == 0 or redraw_holdout:
+        split, hit = plain.to(logits.device), where[plain.test]
+        if (index == 0 or redraw_holdout) and any(run.transform == "ptt" for run in runners):
             scored.fit(split.holdout)
         for at, run in enumerate(runners):
             if index == 0 or (redraw_holdout and run.depends_on_holdout):
-                run.fit(split)
-            for attack, test in tests.items():
-                run.judge(split, attack, test.to(logits.device))
+                run.fit(scored, split.holdout, split)
+                run.statistics = run.measure(scored)
+            run.judge(split)
+            if attacked is not None:
+                run.judge(split, hit[hit >= 0].to(logits.device), attacked.name)
             if progress:
                 progress(index * len(runners) + at + 1, splits * len(runners))
     return [run.rows() for run in runners]
@@ -259,19 +330,8 @@ def evaluate_methods(
     """Every method on the same splits of the same noisy logits; ``options`` are those of :func:`evaluate_requests`.
 
     Methods that only compare scores run without PTT when both transforms are asked for: a monotone map cannot shrink
-    their sets. Methods that need more draws than asked for are left out. ``exact_asymmetric`` calibrates on all draws there are unless ``calibration_draws`` says otherwise.
+    their sets. Methods that need more draws than asked for are left out.
     """
     logits, labels = check_logits(logits, labels)
-    available = logits.shape[1]
-    _check_draws(available, draws, calibration_draws)
-    draws = draws or available
-    requests = [
-        Request(
-            name, epsilon, transform, draws, calibration_draws or (available if name == "exact_asymmetric" else draws)
-        )
-        for name in methods
-        for transform in transforms
-        if (transform == "none" or not get_method(name).compares_only or len(transforms) == 1)
-        and (draws >= get_method(name).least_draws or len(methods) == 1)
-    ]
+    requests = requests_for(methods, transforms, epsilon, draws, calibration_draws, logits.shape[1])
     return [row for rows in evaluate_requests(logits, labels, requests, sigma=sigma, **options) for row in rows]

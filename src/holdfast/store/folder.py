@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -36,7 +36,7 @@ from holdfast.store.key import StoreKey
 from holdfast.store.reader import StoreReader
 
 CHUNK_DRAWS = 64
-CHUNK_ROWS = 16384  # noisy images per chunk unless asked otherwise: one forward pass of a GPU
+CHUNK_ROWS = {"cpu": 2048, "cuda": 16384}  # noisy images per chunk unless asked otherwise: a minute, or one pass
 SECONDS_BETWEEN_INDICES = 10.0
 
 
@@ -77,7 +77,7 @@ class LogitStore(StoreReader):
         chunk_draws: int | None = None,
         restart: bool = False,
         progress: bool = True,
-    ) -> Self:
+    ) -> LogitStore:
         """The store of this key under ``root``; it need not be there yet.
 
         Args:
@@ -97,7 +97,8 @@ class LogitStore(StoreReader):
         facts = find_facts(folder)
         if facts is None:
             tall = chunk_draws or CHUNK_DRAWS
-            wide = chunk_images or max(1, CHUNK_ROWS // min(tall, draws or tall))
+            rows = CHUNK_ROWS.get(key.device, CHUNK_ROWS["cuda"])
+            wide = chunk_images or max(1, rows // min(tall, draws or tall))
             return cls(folder, Facts(key, Grid(key.images, wide, tall)), progress)
         if facts.key != key:
             raise InputError(f"{folder} holds the store of another key; move it away, stores are never mixed")
@@ -134,7 +135,6 @@ class LogitStore(StoreReader):
         """Compute and write chunks, one after the other; those that another worker has written meanwhile are its."""
         if not todo:
             return
-        make_folder(self.folder)
         self.write_index()
         written, left = time.monotonic(), sum(chunk.count for chunk in todo)
         with evaluation_mode(smoother.model), Bar("smoothing", left, smoother.progress) as bar:
@@ -206,9 +206,13 @@ class LogitStore(StoreReader):
             )
 
     def write_index(self) -> None:
-        """Write ``index.json`` from the chunks there are, unless that is what it says already."""
+        """Write ``index.json`` from the chunks there are, unless that is what it says already.
+
+        On a store that is not there yet it makes one without chunks, so that all workers find the same.
+        """
         content, path = index_bytes(self.facts, list(self.entries.values()), self.classes), self.folder / INDEX
         try:
+            make_folder(self.folder)
             if not path.is_file() or path.read_bytes() != content:
                 write_atomically(path, content)
         except OSError as error:

@@ -106,7 +106,7 @@ class StoreKey:
         if own is None and not model_fingerprint:
             raise InputError(
                 "a model that is not an nn.Module has no fingerprint, so its logits could not be told from another's; "
-                "give model_fingerprint=, a string that changes with the weights"
+                "wrap it in a module that owns its weights, or give model_fingerprint=, a string that changes with them"
             )
         if own is not None and model_fingerprint:
             raise InputError("a module's weights are its fingerprint; leave model_fingerprint out")

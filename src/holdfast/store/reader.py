@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -21,6 +21,7 @@ from holdfast.store.grid import Chunk, cover
 from holdfast.store.index import INDEX, Entry, Facts, find_facts, is_store, read_index
 
 Rows = slice | range | Sequence[int] | Tensor | None
+Store = TypeVar("Store", bound="StoreReader")
 
 
 class StoreReader:
@@ -33,7 +34,7 @@ class StoreReader:
         self._entries: dict[Chunk, Entry] | None = None
 
     @classmethod
-    def at(cls, path: str | Path, progress: bool = True) -> Self:
+    def at(cls: type[Store], path: str | Path, progress: bool = True) -> Store:
         """A store that exists, by its own folder or by a folder that holds no other store."""
         path = Path(path)
         if not path.is_dir():
@@ -101,6 +102,15 @@ class StoreReader:
         """How many draws every image has, from the first on."""
         return self.grid.common_draws(self.entries)
 
+    @property
+    def sound_draws(self) -> int:
+        """The same, unless there are fewer than there were: then it names the damaged chunk."""
+        draws = self.draws
+        before = self.grid.common_draws([*self.entries, *(chunk for chunk in self.damaged if self.grid.fits(chunk))])
+        if draws == 0 or draws < before:
+            raise self._absent(Chunk(range(self.key.images), range(draws, max(before, 1))))
+        return draws
+
     def missing(self, draws: int | range) -> list[Chunk]:
         """The chunks still to be computed before every image has these draws, the first draws of all images first."""
         return self.grid.missing(self.entries, as_range(draws))
@@ -134,13 +144,11 @@ class StoreReader:
 
         Args:
             rows: a slice, range or tensor of positions in the dataset, in any order; all by default.
-            draws: how many, or which; by default all that every image has.
+            draws: how many, or which; by default all that every image has, and an error if a chunk is damaged.
             dtype: float16 as they are stored, or anything that holds it.
         """
         index = self._positions(rows)
-        if draws is None and self.draws == 0:
-            raise self._absent(Chunk(range(self.key.images), range(1)))
-        span = as_range(self.draws if draws is None else draws)
+        span = as_range(self.sound_draws if draws is None else draws)
         out = torch.empty(len(index), len(span), self.classes or 0, dtype=dtype)
         there = self.grid.by_block(self.entries)
         for block in (index // self.grid.chunk_images).unique().tolist():
