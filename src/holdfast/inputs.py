@@ -76,6 +76,8 @@ def take(data: Any, rows: Sequence[int] | Tensor) -> Any:
         return torch.as_tensor(data)[index]
     if _is_pair(data):
         return torch.as_tensor(data[0])[index], torch.as_tensor(data[1])[index]
+    if hasattr(data, "subset"):  # a dataset that knows how, and keeps its workers
+        return data.subset(index)
     if isinstance(data, Dataset) and isinstance(data, Sized):
         return Subset(data, index.tolist())
     raise InputError(
@@ -167,7 +169,8 @@ def _raw_batches(data: Any, size: int) -> Iterator[Any]:
     elif isinstance(data, DataLoader):
         yield from data
     elif isinstance(data, Dataset):
-        yield from DataLoader(data, batch_size=size)
+        own: Any = getattr(data, "loader", None)  # one with workers
+        yield from DataLoader(data, batch_size=size) if own is None else own(size)
     elif isinstance(data, Iterable) and not isinstance(data, str | bytes | dict):
         yield from data
     else:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -112,9 +113,22 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             digest.update(json.dumps(file).encode() + b"\n")
         return digest.hexdigest()
 
+    def subset(self, rows: Sequence[int] | Tensor) -> ImageFolder:
+        """The images at these positions, in this order, with the classes of the whole folder."""
+        index = torch.as_tensor(rows, dtype=torch.int64)
+        some = copy.copy(self)
+        some.__dict__.pop("fingerprint", None)
+        some._files = [self._files[row] for row in index.tolist()]
+        some.labels = self.labels[index]
+        return some
+
     def loader(self, batch_size: int = 64, workers: int | None = None) -> DataLoader[Any]:
-        """Batches in order, decoded ahead by worker processes (one per core, at most 8); 0 workers decode in this process."""
-        return _Loader(self, batch_size, min(8, _cores()) if workers is None else workers)
+        """Batches in order, decoded ahead by worker processes (one per core, at most 8; none for a handful of images); 0
+        workers decode in this process.
+        """
+        if workers is None:
+            workers = min(8, _cores()) if len(self) > 128 else 0
+        return _Loader(self, min(batch_size, 256), workers)
 
     def load(
         self, most_bytes: int = MOST_IN_MEMORY, workers: int | None = None, progress: bool | Report = True

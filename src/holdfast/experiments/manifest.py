@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import subprocess
@@ -30,9 +31,18 @@ def manifest(command: str, config: dict[str, Any], seconds: float) -> dict[str, 
         },
         "hardware": {"gpu": gpu, "machine": platform.machine(), "threads": torch.get_num_threads()},
         "commit": _commit(),
+        "source": _source(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "seconds": round(seconds, 1),
     }  # fmt: skip
+
+
+def _source() -> str:
+    """SHA-256 of the package's own code: what ran, whether or not it was committed."""
+    root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _commit() -> str | None:

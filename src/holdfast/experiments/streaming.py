@@ -64,6 +64,15 @@ class Question:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class AttackedImages:
+    """Attacked versions [m, ...] of the images at these positions, and the attack's name."""
+
+    name: str
+    positions: Tensor
+    images: Tensor
+
+
 def evaluate_streaming(
     smoother: Smoother,
     data: Any,
@@ -73,6 +82,7 @@ def evaluate_streaming(
     splits: int = 50,
     holdout: int = 500,
     seed: int = 0,
+    attacked: AttackedImages | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Row]:
     """Every question on the same splits, from one pass of the network over the data.
@@ -84,6 +94,7 @@ def evaluate_streaming(
         draws: model evaluations per image, as many as a file of logits would have.
         splits, holdout: random halves of what a fixed holdout leaves.
         seed: of splits, noise and randomised scores.
+        attacked: versions of some images to judge beside the clean ones; each method then has two rows.
         progress: called with (done, total) while splits are judged; the smoother shows its own progress.
 
     Memory grows with images x classes (8 bytes per label for each method that averages scores, 4 for the others), and with
@@ -97,7 +108,8 @@ def evaluate_streaming(
         >>> row.method, row.splits
         ('rcp1', 3)
     """
-    return _evaluate(_Network(smoother, data, draws, Stream(seed, "test")), questions, splits, holdout, seed, progress)
+    source = _Network(smoother, data, draws, Stream(seed, "test"))
+    return _evaluate(source, questions, splits, holdout, seed, progress, attacked)
 
 
 def evaluate_store(
@@ -144,6 +156,13 @@ class _Network(_Source):
             assert batch.labels is not None
             yield batch.ids, logits, batch.labels
 
+    def versions(self, attacked: AttackedImages) -> Iterator[tuple[Tensor, Tensor]]:
+        """Places among the attacked and their logits, under the noise of the images they were."""
+        at = 0
+        for batch, logits in self.smoother.stream(attacked.images, self.draws, self.stream, attacked.positions):
+            yield torch.arange(at, at + len(batch)), logits
+            at += len(batch)
+
 
 class _Stored(_Source):
     def __init__(self, store: StoreReader, draws: int) -> None:
@@ -168,7 +187,7 @@ class _Pass:
     """One question: its methods, fitted on the holdout, and what they keep of the images that stream by."""
 
     def __init__(self, question: Question, source: _Source, classes: int, uniform: Tensor) -> None:
-        self.alpha, self.images, self.uniform = question.alpha, source.images, uniform
+        self.alpha, self.images, self.uniform = question.alpha, uniform.shape[1], uniform
         self.score = get_score(question.score)
         self.runners = make_runners(
             question.spelled_out(source.draws), self.score, alpha=question.alpha, sigma=source.sigma, beta=question.beta,
@@ -211,6 +230,7 @@ def _evaluate(
     holdout: int,
     seed: int,
     progress: Callable[[int, int], None] | None,
+    attacked: AttackedImages | None = None,
 ) -> list[Row]:
     splits = list(random_splits(source.images, count, holdout, seed))
     split = splits[0]
@@ -218,24 +238,39 @@ def _evaluate(
     logits, labels = check_logits(*(torch.cat(parts) for parts in zip(*held, strict=True)))
     del held
     uniform, classes = uniforms(source.images, seed), logits.shape[2]
+    if attacked is not None:  # their statistics stand behind those of the clean images
+        uniform = torch.cat([uniform, uniform[:, attacked.positions]], dim=1)
     asked = [questions] if isinstance(questions, Question) else list(questions)
     passes = [_Pass(question, source, classes, uniform) for question in asked]
     for one in passes:
         one.fit(split, logits, labels)
-    step = _step(source.draws, classes)
+    step, truth = _step(source.draws, classes), torch.zeros(source.images, dtype=torch.int64)
+    truth[split.holdout] = labels
     for at in range(0, holdout, step):
         part = slice(at, at + step)
         for one in passes:
             one.keep(split.holdout[part], logits[part], labels[part])
     del logits, labels
-    for rows, some, truth in source.pieces(torch.cat([split.calibration, split.test]).sort().values):
-        some, truth = check_logits(some, truth)
+    for rows, some, known in source.pieces(torch.cat([split.calibration, split.test]).sort().values):
+        some, known = check_logits(some, known)
+        truth[rows] = known.cpu()
         for one in passes:
-            one.keep(rows, some, truth)
+            one.keep(rows, some, known)
+    where = torch.full((source.images,), -1)
+    if attacked is not None:
+        assert isinstance(source, _Network)
+        where[attacked.positions] = torch.arange(source.images, uniform.shape[1])
+        for places, some in source.versions(attacked):
+            some, known = check_logits(some, truth[attacked.positions[places]])
+            for one in passes:
+                one.keep(source.images + places, some, known)
     runners: list[Runner] = [run for one in passes for run in one.runners]
     for index, split in enumerate(splits):
         for at, run in enumerate(runners):
             run.judge(split)
+            if attacked is not None:
+                hit = where[split.test]
+                run.judge(split, hit[hit >= 0], attacked.name)
             if progress:
                 progress(index * len(runners) + at + 1, count * len(runners))
     return [row for run in runners for row in run.rows()]

@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--images", type=int)
+    parser.add_argument("--draws", type=int, help="at most so many draws, for a quick look")
+    parser.add_argument("--holdout", type=int, default=500)
     parser.add_argument("--attack-images", type=int, default=2000)
     parser.add_argument("--attack-draws", type=int, default=32)
     parser.add_argument("--splits", type=int, default=50)
@@ -37,10 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{name:20} {item.title}")
         return
     material = Material(
-        options.data, options.models, options.store, options.device, options.images, options.compile, options.seed,
+        options.data, options.models, options.store, options.device, options.images, options.compile, options.seed, options.holdout,
         attack_images=options.attack_images, attack_draws=options.attack_draws,
     )  # fmt: skip
-    run = Run(material, options.out, options.splits, options.resume, lambda text: print(text, flush=True))
+    run = Run(
+        material, options.out, options.splits, options.draws, options.resume, lambda text: print(text, flush=True)
+    )
     command = f"holdfast reproduce {' '.join(options.names)} --splits {options.splits} --seed {options.seed}"
     run.reproduce(options.names, command)
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from holdfast.bounds import gaussian_shift
 from holdfast.conformal import conformal_quantile
+from holdfast.datasets.splits import random_splits
+from holdfast.experiments import closed_figures, closed_form
 from holdfast.experiments.reproduce.cells import Source
 from holdfast.experiments.reproduce.material import Material
-from holdfast.experiments.splits import random_splits
 from holdfast.plots import CERTIFIED, COLORS, VANILLA, _pyplot
 from holdfast.scores import get_score
 from holdfast.transforms import PTT
@@ -34,6 +35,7 @@ class Figure:
     compute: Callable[[Material], Rows]
     draw: Callable[[Sequence[dict[str, Any]]], Any]
     datasets: frozenset[str] = frozenset({"cifar10"})
+    note: str = ""
 
 
 def smoothed(material: Material, score: str, transform: str) -> Tensor:
@@ -83,11 +85,16 @@ def densities(material: Material) -> Rows:
         rows.append(
             {
                 "transform": transform, "bins": [-4.0, 4.0, 80], "labels_per_image": [round(float(c), 5) for c in counts],
-                "tau": float(torch.special.ndtri(torch.tensor(tau))), "inflated": float(torch.special.ndtri(torch.tensor(inflated))),
+                "tau": _normal(tau), "inflated": _normal(inflated),
                 "size_before": float((test <= tau).sum() / len(test)), "size_after": float((test <= inflated).sum() / len(test)),
             }
         )  # fmt: skip
     return rows
+
+
+def _normal(score: float) -> float:
+    """A smoothed score on the scale of the figure."""
+    return float(torch.special.ndtri(torch.tensor(score, dtype=torch.float64)).clamp(-4, 4))
 
 
 def overhead(material: Material) -> Rows:
@@ -236,6 +243,11 @@ def draw_temperature(rows: Sequence[dict[str, Any]]) -> Any:
     return _lines(rows, "T", lambda row: row["row"] if row["column"].startswith("T") else None)
 
 
+def _closed(function: Callable[[], Any]) -> Callable[[Sequence[dict[str, Any]]], Any]:
+    """A drawing that computes its own curves in closed form."""
+    return lambda _rows: function()
+
+
 FROM_TABLES: dict[str, Callable[[Sequence[dict[str, Any]]], Any]] = {
     "table3": draw_draws,
     "draws-cifar100": draw_draws,
@@ -247,9 +259,26 @@ FROM_TABLES: dict[str, Callable[[Sequence[dict[str, Any]]], Any]] = {
 
 def figures() -> dict[str, Figure]:
     """Every figure that needs its own computation, by name."""
+    none: frozenset[str] = frozenset()
     every = [
         Figure("inverse-cdf", "Inverse cdf of smoothed scores before and after PTT, CIFAR-10", "Figure in B.6", inverse_cdf, draw_inverse_cdf),
         Figure("densities", "Densities of smoothed scores and the inflated threshold, CIFAR-10, HPS", "Figure in A.4", densities, draw_densities),
         Figure("overhead", "What PTT costs, and how that grows with the holdout", "Figure in D.9", overhead, draw_overhead),
+        Figure(
+            "one-dimensional", "The 1-D example in closed form: epsilon 0.01, alpha 0.1", "Table in B.7",
+            lambda _: closed_form.one_dimensional(), _closed(closed_figures.one_dimensional_figure), none,
+        ),
+        Figure(
+            "failure-case", "Where PTT fails, in closed form: epsilon / sigma 0.01, alpha 0.5", "Table and figure in B.8",
+            lambda _: closed_form.failure_case(), _closed(closed_figures.failure_case_figure), none,
+        ),
+        Figure(
+            "sigmoid-cdf", "Score cdf before and after the sigmoid", "Figure in B.4",
+            lambda _: [
+                {"T": T, "t": t, "cdf": float(closed_form.sigmoid_cdf(t, 1 - ALPHA, T))}
+                for T in (1 / 400, 1 / 20) for t in (0.01, 0.1, 0.5, 0.9, 0.99)
+            ],
+            _closed(closed_figures.sigmoid_cdf_figure), none,
+        ),
     ]  # fmt: skip
     return {figure.name: figure for figure in every}

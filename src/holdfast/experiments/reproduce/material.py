@@ -1,4 +1,8 @@
-"""Data, weights and noisy outputs for the runner: found, computed once, kept on disk."""
+"""Data, weights and noisy outputs for the runner: found, computed once, kept on disk.
+
+CIFAR's noisy features go through the store. ImageNet's outputs are too many to keep: its images stream by, and only the
+statistics that methods threshold remain.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.attacks import NoisyModel, pgd
-from holdfast.datasets import Labelled, cifar
+from holdfast.datasets import ImageFolder, Labelled, cifar, image_folder
+from holdfast.datasets.splits import random_splits
 from holdfast.errors import InputError
 from holdfast.experiments.reproduce.cells import Source
-from holdfast.experiments.splits import Attacked, random_splits
+from holdfast.experiments.splits import Attacked
 from holdfast.experiments.train_heads import head_name
-from holdfast.models import CifarResNet, backbone, find_weights, last_linear, load_head, load_weights
+from holdfast.models import CifarResNet, ResNet50, backbone, find_weights, last_linear, load_head, load_weights
 from holdfast.noise import Stream
 from holdfast.smoothing import Smoother
 from holdfast.store import LogitStore, StoreKey
@@ -31,10 +36,11 @@ class Material:
     Noisy **features** are stored, not logits: the heads of one backbone are matrix products of the same features.
 
     Attributes:
-        data: folder of the official CIFAR files.
+        data: folder of the official CIFAR files, and of ImageNet's validation images as ``imagenet/CLASS/*.JPEG``.
         models: folder of weights and heads; where it lacks one, names are looked up as :func:`find_weights` does.
         store: folder of the noisy features.
-        images: use only so many test images.
+        images: use only so many test images (of an image folder, so many at random).
+        holdout: points set aside for tuning and PTT.
         attack_images, attack_steps, attack_draws: the SmoothAdv attack.
     """
 
@@ -64,16 +70,35 @@ class Material:
             self._datasets[name] = everything[: self.images or len(everything)]
         return self._datasets[name]
 
+    def imagenet(self) -> ImageFolder:
+        """ImageNet's validation images, decoded as they are needed; folders of small images are taken as they are."""
+        root = None if self.data is None else self.data / "imagenet"
+        if root is None or not root.is_dir():
+            raise InputError(
+                "ImageNet is needed and cannot be downloaded freely: give --data a folder that holds its validation images as "
+                "imagenet/CLASS/*.JPEG. The numbers of the paper's ImageNet tables need all 50 000 of them and a GPU"
+            )
+        folder = image_folder(root, resize=None, crop=None)
+        folder = folder if min(folder.shape[1:]) < 224 else image_folder(root)
+        if self.images is None or self.images >= len(folder):
+            return folder
+        order = torch.randperm(len(folder), generator=torch.Generator().manual_seed(self.seed))
+        return folder.subset(order[: self.images].sort().values)
+
     def find(self, name: str) -> Path:
         """Weights or a head by name."""
-        if self.models is not None and (self.models / f"{name}.safetensors").is_file():
-            return self.models / f"{name}.safetensors"
+        for suffix in (".safetensors", ".pth.tar", ".pth", ".pt"):
+            if self.models is not None and (self.models / f"{name}{suffix}").is_file():
+                return self.models / f"{name}{suffix}"
         return find_weights(name)
 
     def model(self, source: Source) -> nn.Module:
         """The network of a source with its head, in eval mode on the device."""
-        classes = len(self.dataset(source.dataset).class_names)
-        model = load_weights(CifarResNet(self.depth, classes), self.find(source.weights))
+        if source.dataset == "imagenet":
+            model = load_weights(ResNet50(), self.find(source.weights))
+        else:
+            classes = len(self.dataset(source.dataset).class_names)
+            model = load_weights(CifarResNet(self.depth, classes), self.find(source.weights))
         if source.head != "base":
             load_head(model, self.find(head_name(source.weights, source.head, source.epsilon)))
         return model.to(self.device).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
@@ -118,19 +143,26 @@ class Material:
                 out[part] = head(features[part].to(where).float())
         return out
 
+    def victims(self, count: int) -> Tensor:
+        """Positions of the images to attack, never of the holdout."""
+        split = next(random_splits(count, 1, self.holdout, self.seed))
+        rest = torch.cat([split.calibration, split.test])
+        order = torch.randperm(len(rest), generator=torch.Generator().manual_seed(self.seed))
+        return rest[order][: self.attack_images].sort().values
+
+    def attack(self, source: Source, images: Tensor, labels: Tensor, ids: Tensor, epsilon: float) -> Tensor:
+        """SmoothAdv (plain PGD at sigma 0), with noise of the attacker's own."""
+        noisy = NoisyModel(
+            self.model(source), source.sigma, self.attack_draws, Stream(self.seed + 1, "attack"), self._half
+        )  # fmt: skip
+        return pgd(noisy, images, labels, epsilon, steps=self.attack_steps, ids=ids, progress=self.progress)
+
     def attacked(self, source: Source, epsilon: float, draws: int) -> Attacked:
-        """Noisy logits of test images under SmoothAdv (plain PGD at sigma 0), with draws the attacker does not know."""
+        """Noisy logits of attacked test images."""
         if (source, epsilon) not in self._attacks:
             data = self.dataset(source.dataset)
-            split = next(random_splits(len(data), 1, self.holdout, self.seed))
-            rest = torch.cat([split.calibration, split.test])
-            chosen = rest[torch.randperm(len(rest), generator=torch.Generator().manual_seed(self.seed))]
-            chosen = chosen[: self.attack_images].sort().values
-            model, part = self.model(source), data[chosen]
-            noisy = NoisyModel(
-                model, source.sigma, self.attack_draws, Stream(self.seed + 1, "attack"), self._half
-            )  # fmt: skip
-            moved = pgd(noisy, *part.pair, epsilon, steps=self.attack_steps, ids=chosen, progress=self.progress)
+            chosen = self.victims(len(data))
+            model, moved = self.model(source), self.attack(source, *data[chosen].pair, chosen, epsilon)
             # Not compiled: attacked images come in odd numbers, and every new shape would be compiled anew.
             smoother = self.smoother(model, source.sigma, compile=False)
             logits = smoother.reduce(moved, draws, Stream(self.seed, "test"), lambda _, logits: logits, chosen)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.artifact import make_folder, write_atomically
+from holdfast.artifact import write_atomically
 from holdfast.errors import InputError
 from holdfast.experiments.manifest import manifest, write_results
 from holdfast.experiments.reproduce import show
@@ -17,9 +17,7 @@ from holdfast.experiments.reproduce.cells import Table
 from holdfast.experiments.reproduce.figures import FROM_TABLES, Figure, figures
 from holdfast.experiments.reproduce.material import Material
 from holdfast.experiments.reproduce.paper import tables
-from holdfast.experiments.reproduce.runner import Computed, compute, rows_of
-
-Say = Callable[[str], None]
+from holdfast.experiments.reproduce.runner import Computed, Say, capped, compute, rows_of
 
 
 def catalogue() -> dict[str, Table | Figure]:
@@ -45,41 +43,52 @@ class Run:
     material: Material
     out: Path
     splits: int = 50
+    draws: int | None = None
     resume: bool = False
     say: Say = print
 
     def config(self) -> dict[str, Any]:
         m = self.material
         return {
-            "images": m.images, "seed": m.seed, "splits": self.splits, "holdout": m.holdout, "device": m.device,
+            "images": m.images, "draws": self.draws, "seed": m.seed, "splits": self.splits, "holdout": m.holdout, "device": m.device,
             "compile": m.compile, "attack": {"images": m.attack_images, "steps": m.attack_steps, "draws": m.attack_draws},
         }  # fmt: skip
 
     def reproduce(self, names: Sequence[str], command: str) -> list[Path]:
-        """Compute what was asked for and write ``NAME.json`` each; returns the files, written now or before."""
-        wanted, files, known = chosen(names), [], Computed()
-        todo = {}
-        for name, item in wanted.items():
+        """Compute what was asked for and write ``NAME.json`` each; returns the files, written now or before.
+
+        Under ``all``, what lacks its data or weights is passed over and said; asked for by name, it is an error.
+        """
+        files, known, skipped = [], Computed(), []
+        for name, item in chosen(names).items():
             path = self.out / f"{name}.json"
             if self.resume and self._done(path):
                 self.say(f"{name}: done before")
                 files.append(path)
-            else:
-                todo[name] = item
-        for name, item in todo.items():
-            start = time.monotonic()
+                continue
             self.say(f"{name}: {item.title}")
-            if isinstance(item, Figure):
-                rows = item.compute(self.material)
-            else:
-                # Whatever else was asked for of the same sources comes along: the network's outputs are loaded once.
-                compute(item.cells, self.material, known, splits=self.splits, say=self.say)
-                rows = rows_of(item, known)
+            start = time.monotonic()
+            try:
+                rows = self._rows(item, known)
+            except InputError as error:
+                if "all" not in names:
+                    raise
+                skipped.append(name)
+                self.say(f"  passed over: {error}")
+                continue
             about = manifest(command, self.config(), time.monotonic() - start)
-            path = self.out / f"{name}.json"
-            write_results(path, rows, {**about, "title": item.title, "where": item.where})
+            write_results(path, rows, {**about, "title": item.title, "where": item.where, "note": item.note})
             files.append(path)
+        if skipped:
+            self.say(f"passed over: {', '.join(skipped)}")
         return files
+
+    def _rows(self, item: Table | Figure, known: Computed) -> list[dict[str, Any]]:
+        if isinstance(item, Figure):
+            return item.compute(self.material)
+        cells = capped(item.cells, self.draws)
+        compute(cells, self.material, known, splits=self.splits, most=self.draws, say=self.say)
+        return rows_of(cells, item, known)
 
     def _done(self, path: Path) -> bool:
         try:
@@ -105,15 +114,13 @@ def write_page(path: Path) -> list[Path]:
     rows, about, name = content["rows"], content["manifest"], path.stem
     written: list[Path] = []
     table, pictures = None, []
-    if "row" in rows[0]:
-        text = show.markdown(rows)
+    head, body = show.any_grid(rows)
+    if head:
+        lines = [f"# {about['title']}", "", f"{about['where']}. {facts(about)}", "", show.markdown(head, body), ""]
         better = show.improvements(rows)
-        lines = [f"# {about['title']}", "", f"{about['where']}. {facts(about)}", "", text, ""]
         lines += ["Improvement over the baseline:", "", *(f"- {line}" for line in better), ""] if better else []
         written.append(path.with_suffix(".md"))
-        make_folder(path.parent)
         write_atomically(written[-1], "\n".join(lines).encode())
-        head, body = show.grid(rows)
         table = Grid(head, [[Cell(entry) for entry in line] for line in body])
     figure = draw(name, rows)
     if figure is not None:
@@ -121,7 +128,7 @@ def write_page(path: Path) -> list[Path]:
         pictures.append(Picture(plots.svg(figure), about["title"]))
         write_atomically(path.with_suffix(".svg"), pictures[0].svg.encode())
         written += [path.with_suffix(".svg"), path.with_suffix(".png")]
-    section = Section(about["title"], f"The paper: {about['where']}.", table, pictures)
+    section = Section(about["title"], f"The paper: {about['where']}.", table, pictures, note=about.get("note", ""))
     written.append(Page(about["title"], facts(about), sections=[section]).write(path.with_suffix(".html")))
     return written
 

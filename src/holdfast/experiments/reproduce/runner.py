@@ -3,58 +3,120 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from holdfast.experiments.reproduce.cells import Cell, Source, Table
 from holdfast.experiments.reproduce.material import Material
 from holdfast.experiments.splits import Request, Row, evaluate_requests
+from holdfast.experiments.streaming import AttackedImages, Question, evaluate_streaming
+from holdfast.methods import get_method
 
 BASE_DRAWS = 256  # what the paper uses, and what rules are tuned on unless a cell asks for more
 
 Computed = dict[tuple[Source, str, Request, bool], Row]
+Say = Callable[[str], None]
 
 
-def available(cell: Cell) -> int:
+def capped(cells: Sequence[Cell], most: int | None) -> list[Cell]:
+    """The cells with at most so many draws; those that mean nothing with so few are left out."""
+    if most is None:
+        return list(cells)
+    fewer = []
+    for cell in cells:
+        asked = cell.request
+        draws = min(asked.draws or most, most)
+        calibration = asked.calibration_draws and min(asked.calibration_draws, most)
+        if draws >= get_method(asked.method).least_draws:
+            fewer.append(replace(cell, request=replace(asked, draws=draws, calibration_draws=calibration)))
+    return fewer
+
+
+def available(cell: Cell, most: int | None) -> int:
     """Draws of the logits that a cell is evaluated on; without noise all draws are one."""
-    return max(BASE_DRAWS, cell.request.draws or BASE_DRAWS) if cell.source.sigma else 1
+    base = min(BASE_DRAWS, most or BASE_DRAWS)
+    return max(base, cell.request.draws or base) if cell.source.sigma else 1
 
 
 def compute(
-    cells: Sequence[Cell], material: Material, known: Computed, *, splits: int = 50, say: Callable[[str], None] = print
+    cells: Sequence[Cell],
+    material: Material,
+    known: Computed,
+    *,
+    splits: int = 50,
+    most: int | None = None,
+    say: Say = print,
 ) -> None:
     """Add to ``known`` the rows of every cell that lacks one."""
-    groups: dict[tuple[Source, int, str], list[Cell]] = {}
+    groups: dict[tuple[Source, int], dict[str, list[Cell]]] = {}
     for cell in cells:
         if (cell.source, cell.score, cell.request, cell.attacked) not in known:
-            groups.setdefault((cell.source, available(cell), cell.score), []).append(cell)
-    # Source by source, so that features and logits are loaded once.
+            groups.setdefault((cell.source, available(cell, most)), {}).setdefault(cell.score, []).append(cell)
+    # Source by source, so that features are loaded once.
     order = sorted(
         groups, key=lambda group: (group[0].dataset, group[0].sigma, group[1], group[0].head, group[0].epsilon)
     )
-    for source, draws, score in order:
-        mine = groups[source, draws, score]
-        say(f"{source.weights} {source.head}, {score}, {draws} draws: {len(mine)} cells")
-        requests = list(dict.fromkeys(cell.request for cell in mine))
-        radii = {cell.request.epsilon for cell in mine if cell.attacked}
-        attacks = [material.attacked(source, epsilon, draws) for epsilon in sorted(radii)] or [None]
-        logits = material.logits(source, draws)
-        labels = material.dataset(source.dataset).labels
-        for attacked in attacks:
+    for source, draws in order:
+        scores = groups[source, draws]
+        say(f"  {source.weights} {source.head}, {draws} draws: {sum(map(len, scores.values()))} cells")
+        work = _stream if source.dataset == "imagenet" else _from_store
+        work(source, draws, scores, material, known, splits)
+
+
+def _radii(cells: Sequence[Cell]) -> list[float]:
+    return sorted({cell.request.epsilon for cell in cells if cell.attacked})
+
+
+def _requests(cells: Sequence[Cell]) -> list[Request]:
+    return list(dict.fromkeys(cell.request for cell in cells))
+
+
+def _from_store(
+    source: Source, draws: int, scores: dict[str, list[Cell]], material: Material, known: Computed, splits: int
+) -> None:
+    logits, labels = material.logits(source, draws), material.dataset(source.dataset).labels
+    for score, cells in scores.items():
+        requests = _requests(cells)
+        for attacked in [material.attacked(source, epsilon, draws) for epsilon in _radii(cells)] or [None]:
             results = evaluate_requests(
                 logits, labels, requests, sigma=source.sigma, score=score, splits=splits, holdout=material.holdout,
                 attacked=attacked, seed=material.seed,
             )  # fmt: skip
             for request, rows in zip(requests, results, strict=True):
-                known[source, score, request, False] = rows[0]
-                if attacked is not None:
-                    known[source, score, request, True] = rows[1]
+                for row, hit in zip(rows, (False, True), strict=False):
+                    known[source, score, request, hit] = row
 
 
-def rows_of(table: Table, known: Computed) -> list[dict[str, Any]]:
+def _stream(
+    source: Source, draws: int, scores: dict[str, list[Cell]], material: Material, known: Computed, splits: int
+) -> None:
+    """The same from one pass of the network over images that are read as they are needed."""
+    data = material.imagenet()
+    smoother = material.smoother(material.model(source), source.sigma, material.compile)
+    questions = [Question(score=score, requests=tuple(_requests(cells))) for score, cells in scores.items()]
+    radii = _radii([cell for cells in scores.values() for cell in cells])
+    attacked, names = None, (False,)
+    if radii:
+        chosen = material.victims(len(data))
+        part = data.subset(chosen).load(progress=material.progress)
+        attacked = AttackedImages("SmoothAdv", chosen, material.attack(source, *part.pair, chosen, radii[0]))
+        names = (False, True)
+    rows = iter(
+        evaluate_streaming(
+            smoother, data, questions, draws=draws, splits=splits, holdout=material.holdout, seed=material.seed,
+            attacked=attacked,
+        )
+    )  # fmt: skip
+    for question in questions:
+        for request in question.requests or ():
+            for hit in names:
+                known[source, str(question.score), request, hit] = next(rows)
+
+
+def rows_of(cells: Sequence[Cell], table: Table, known: Computed) -> list[dict[str, Any]]:
     """The table's cells with their numbers, as plain values."""
     rows = []
-    for cell in table.cells:
+    for cell in cells:
         row = known[cell.source, cell.score, cell.request, cell.attacked]
         extra: dict[str, Any] = {"T": cell.request.T} if cell.request.transform == "ptt" else {}
         rows.append(

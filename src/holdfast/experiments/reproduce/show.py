@@ -53,8 +53,8 @@ def grid(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 def improvements(rows: Sequence[dict[str, Any]]) -> list[str]:
     """How many times smaller than the baseline's every certified set is, column by column."""
     lines = []
-    for column in dict.fromkeys(row["column"] for row in rows):
-        mine = {row["row"]: row for row in rows if row["column"] == column}
+    for column in dict.fromkeys(row.get("column") for row in rows):
+        mine = {row["row"]: row for row in rows if row.get("column") == column and "row" in row}
         if "Baseline" not in mine:
             continue
         base = mine["Baseline"]
@@ -69,10 +69,32 @@ def improvements(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
+def plain_grid(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Rows of a closed form: every number with as many digits as the paper prints, and the paper's beside it."""
+    printed = [row.get("paper") or {} for row in rows]
+    columns = [key for key in rows[0] if key not in ("paper", "differs")]
+
+    def cell(row: dict[str, Any], paper: dict[str, Any], key: str) -> str:
+        value = row.get(key)
+        if not isinstance(value, float):
+            return "" if value is None else str(value)
+        return f"{value:.6g}" + (f" (paper {paper[key]})" if key in paper else "")
+
+    return columns, [[cell(row, paper, key) for key in columns] for row, paper in zip(rows, printed, strict=True)]
+
+
+def any_grid(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Head and body of whatever a result holds; curves have none."""
+    if "row" in rows[0]:
+        return grid(rows)
+    if any(isinstance(value, list) for value in rows[0].values()):
+        return [], []
+    return plain_grid(rows)
+
+
+def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """A Markdown table; wide ones are turned so that columns become lines."""
-    head, body = grid(rows)
-    if len(head) > 6:
+    if len(head) > 7 and head[0] == "":
         turned = [list(line) for line in zip(head, *body, strict=True)]
         head, body = ["", *turned[0][1:]], turned[1:]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]

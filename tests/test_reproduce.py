@@ -1,0 +1,300 @@
+"""The paper's tables end to end on small networks, what is written, what is refused, and the paper's numbers as data."""
+
+from __future__ import annotations
+
+import html
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from holdfast.cli import main
+from holdfast.datasets import cifar
+from holdfast.errors import InputError
+from holdfast.experiments.reproduce import show
+from holdfast.experiments.reproduce.cells import Source
+from holdfast.experiments.reproduce.figures import figures
+from holdfast.experiments.reproduce.material import Material
+from holdfast.experiments.reproduce.paper import tables
+from holdfast.experiments.reproduce.run import Run, catalogue, chosen, write_page
+from holdfast.experiments.reproduce.runner import capped
+from holdfast.experiments.splits import evaluate_requests
+from holdfast.experiments.train_heads import head_name
+from holdfast.models import CifarResNet, ResNet50, last_linear
+from holdfast.models.heads import head_bytes
+from holdfast.noise import Stream
+from holdfast.smoothing import Smoother
+
+N, CLASSES = 180, {"cifar10": 10, "cifar100": 100}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A small CIFAR-10 and CIFAR-100, and untrained networks with heads under the names that the tables ask for."""
+    root = tmp_path_factory.mktemp("reproduce")
+    data, models = root / "data", root / "models"
+    models.mkdir()
+    random = np.random.default_rng(0)
+    for name, folder, file, label_bytes in (
+        ("cifar10", "cifar-10-batches-bin", "test_batch.bin", 1),
+        ("cifar100", "cifar-100-binary", "test.bin", 2),
+    ):
+        rows = random.integers(0, 256, (N, label_bytes + 3072), dtype=np.uint8)
+        rows[:, :label_bytes] %= CLASSES[name]
+        (data / folder).mkdir(parents=True)
+        rows.tofile(data / folder / file)
+    sources = {cell.source for table in tables().values() for cell in table.cells if table.name != "table2"}
+    for dataset, weights in {(s.dataset, s.weights) for s in sources if s.dataset != "imagenet"}:
+        torch.manual_seed(0)
+        model = CifarResNet(8, CLASSES[dataset])
+        state = {name: value for name, value in model.state_dict().items() if not name.startswith("normalize")}
+        save_file(state, models / f"{weights}.safetensors")
+        for source in sorted(sources, key=str):
+            if source.weights == weights and source.head != "base":
+                last_linear(model)[1].reset_parameters()
+                (models / f"{head_name(weights, source.head, source.epsilon)}.safetensors").write_bytes(
+                    head_bytes(model)
+                )
+    return data, models
+
+
+def material(folders: tuple[Path, Path], tmp_path: Path, **changes: Any) -> Material:
+    options: dict[str, Any] = {
+        "holdout": 40, "attack_images": 20, "attack_steps": 2, "attack_draws": 2, "depth": 8, "progress": False,
+    }  # fmt: skip
+    return Material(folders[0], folders[1], tmp_path / "store", **{**options, **changes})
+
+
+def run(folders: tuple[Path, Path], tmp_path: Path, **changes: Any) -> Run:
+    return Run(
+        material(folders, tmp_path), tmp_path / "out", splits=2, draws=4, say=lambda _: None, **changes
+    )  # fmt: skip
+
+
+# -- the paper as data -------------------------------------------------------------------------------------------------
+
+
+def test_printed_values_are_the_papers() -> None:
+    """A few of every table, read off the paper by hand."""
+
+    def printed(table: str, row: str, column: str) -> tuple[float | None, float | None, float | None]:
+        cell = next(c for c in tables()[table].cells if (c.row, c.column) == (row, column))
+        return cell.paper.size, cell.paper.size_std, cell.paper.coverage
+
+    assert printed("table1", "PTT", "CIFAR-100 HPS") == (26.06, 15.48, None)
+    assert printed("table1", "PTT + RCT", "CIFAR-10 APS") == (2.824, 0.047, None)
+    assert printed("table2", "PTT + Bernstein", "HPS") == (59.12, 135.87, None)
+    assert printed("table3", "PTT, Hoeffding", "N = 4096") == (1.816, None, None)
+    assert printed("draws-cifar100", "PTT, Hoeffding", "N = 128") == (39.95, None, None)
+    assert printed("draws-imagenet", "PTT, Bernstein", "N = 1024") == (10.34, None, None)
+    assert printed("conservativeness", "Baseline", "before inflation") == (1.482, None, None)
+    assert printed("smoothadv-cifar10", "PTT + RCT", "APS") == (1.895, 0.033, 0.9115)
+    assert printed("smoothadv-cifar100", "Baseline", "HPS") == (14.30, 0.43, 0.9343)
+    assert printed("smoothadv-imagenet", "PTT", "HPS") == (8.52, 0.175, 0.9053)
+    assert printed("epsilon", "PTT + RCT", "RSCP, epsilon 0.5") == (4.245, None, None)
+    assert printed("sigma", "PTT", "RSCP+, sigma 1") == (4.663, None, None)
+    assert printed("ablation", "ConfTr", "HPS") == (3.501, None, 0.9039)
+
+
+@pytest.mark.parametrize("name", sorted(tables()))
+def test_every_table_has_what_goes_beyond_the_paper(name: str) -> None:
+    """Places are unique, and beside the paper's rows stand the exact certificates."""
+    table = tables()[name]
+    places = [(cell.row, cell.column) for cell in table.cells]
+    assert len(places) == len(set(places))
+    assert any("exact" in cell.request.method for cell in table.cells)
+    if name not in ("table3", "draws-cifar100", "draws-imagenet", "bank") and not name.startswith("heads"):
+        rows = set(table.rows)
+        assert {"exact, 1 draw", "exact, 4 draws", "exact, 16 draws", "exact, 64 draws", "exact, 256 draws"} <= rows
+        assert {"RCP1, 1 draw", "BinCP, 256 draws", "CAS, 256 draws"} <= rows
+
+
+def test_settings_are_the_papers() -> None:
+    """RCT heads are those of the cell's own epsilon; sigma is twice epsilon where the table says so."""
+    for table in tables().values():
+        for cell in table.cells:
+            if cell.source.head == "rct":
+                assert cell.source.epsilon == cell.request.epsilon
+            if table.name == "epsilon":
+                assert cell.source.sigma == 2 * cell.request.epsilon
+            if table.name == "sigma":
+                assert cell.request.epsilon == 0.125
+            if cell.source.dataset == "imagenet":
+                assert (cell.source.sigma, cell.request.epsilon) == (0.5, 0.25)
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+def test_all_of_cifar_runs_and_draws(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every kind of table and figure but ImageNet's, with few draws: rows for every cell, pages and pictures for all."""
+    said: list[str] = []
+    slow = ("heads-cifar10", "heads-cifar100", "sigma", "holdout-cifar10", "smoothadv-cifar100", "draws-cifar100")
+    fewer = {name: table for name, table in tables().items() if name not in slow}
+    monkeypatch.setattr("holdfast.experiments.reproduce.run.tables", lambda: fewer)
+    job = replace(run(folders, tmp_path), say=said.append)
+    files = job.reproduce(["all"], "holdfast reproduce all")
+    missing = {"table2", "draws-imagenet", "holdout-imagenet", "smoothadv-imagenet"}
+    assert {path.stem for path in files} == set(catalogue()) - missing
+    assert sum("ImageNet is needed and cannot be downloaded" in line for line in said) == 4
+    assert said[-1] == "passed over: table2, draws-imagenet, holdout-imagenet, smoothadv-imagenet"
+    for path in files:
+        content = json.loads(path.read_text())
+        assert content["manifest"]["config"]["splits"] == 2
+        item = catalogue()[path.stem]
+        if path.stem in tables():
+            cells = capped(tables()[path.stem].cells, 4)
+            assert [(row["row"], row["column"]) for row in content["rows"]] == [(c.row, c.column) for c in cells]
+            for row, cell in zip(content["rows"], cells, strict=True):
+                assert (row["attack"] == "SmoothAdv") == cell.attacked
+                assert row["draws"] <= 4
+        if path.stem in tables() and path.stem not in ("table1", "table3", "temperature", "motivation"):
+            continue
+        page = next(made for made in write_page(path) if made.suffix == ".html").read_text()
+        assert item.title in html.unescape(page)
+    assert {p.stem for p in (tmp_path / "out").glob("*.png")} >= {*figures(), "table3", "temperature", "motivation"}
+    assert "(paper 2.294 ± 0.051)" in (tmp_path / "out" / "table1.md").read_text()
+
+
+def test_cells_are_what_the_method_gives_on_the_networks_own_logits(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """A row from stored features and a head equals the method on logits of the whole network, up to float16."""
+    job = run(folders, tmp_path)
+    (path,) = job.reproduce(["conservativeness"], "")
+    data = cifar("cifar10", folders[0], "test")
+    model = job.material.model(Source("cifar10", 0.25))
+    logits = Smoother(model, 0.25, progress=False).logits(data.images, 4, Stream(0, "test"))
+    requests = [cell.request for cell in capped(tables()["conservativeness"].cells, 4)]
+    want = evaluate_requests(logits, data.labels, requests, sigma=0.25, splits=2, holdout=40)
+    for row, (clean,) in zip(json.loads(path.read_text())["rows"], want, strict=True):
+        assert row["method"] == clean.method
+        assert row["size"]["mean"] == pytest.approx(clean.size.mean, abs=0.15)
+
+
+def test_heads_share_the_features_of_their_backbone(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """One store per backbone, whatever the heads; and a head gives its own logits."""
+    m = material(folders, tmp_path)
+    base, rct = Source("cifar10", 0.25), Source("cifar10", 0.25, "rct", 0.125)
+    one, other = m.logits(base, 4), m.logits(rct, 4)
+    assert not torch.allclose(one, other)
+    assert len(list((tmp_path / "store").iterdir())) == 1
+    assert torch.allclose(other, m.logits(rct, 4))
+
+
+def test_a_stopped_run_goes_on(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    job = run(folders, tmp_path)
+    (path,) = job.reproduce(["conservativeness"], "")
+    before = path.stat().st_mtime_ns
+    said: list[str] = []
+    again = replace(job, resume=True, say=said.append)
+    again.reproduce(["conservativeness"], "")
+    assert (path.stat().st_mtime_ns, said) == (before, ["conservativeness: done before"])
+    replace(again, splits=3).reproduce(["conservativeness"], "")
+    assert json.loads(path.read_text())["manifest"]["config"]["splits"] == 3
+    path.write_text("nonsense")
+    again.reproduce(["conservativeness"], "")
+    assert json.loads(path.read_text())["manifest"]["config"]["splits"] == 2
+
+
+def test_imagenet_runs_on_any_folder_of_a_thousand_classes(tmp_path: Path) -> None:
+    """Random weights and small pictures: every ImageNet table end to end, streamed, attacks included."""
+    image = pytest.importorskip("PIL.Image")
+    random = np.random.default_rng(0)
+    for k in range(1000):
+        folder = tmp_path / "data" / "imagenet" / f"n{k:08d}"
+        folder.mkdir(parents=True)
+        image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(folder / "one.png")
+    torch.manual_seed(0)
+    models = tmp_path / "models"
+    models.mkdir()
+    state = {f"1.module.{name}": value for name, value in ResNet50().state_dict().items() if "normalize" not in name}
+    torch.save({"state_dict": state}, models / "imagenet-resnet50-sigma0.5.pth.tar")
+    m = material((tmp_path / "data", models), tmp_path, images=54, holdout=14, attack_images=4)
+    names = [name for name in tables() if "imagenet" in tables()[name].datasets]
+    files = Run(m, tmp_path / "out", splits=2, draws=2, say=lambda _: None).reproduce(names, "")
+    assert {path.stem for path in files} == {"table2", "draws-imagenet", "holdout-imagenet", "smoothadv-imagenet"}
+    for path in files:
+        for row in json.loads(path.read_text())["rows"]:
+            assert 0 < row["size"]["mean"] <= 1000
+            assert (row["attack"] == "SmoothAdv") == (path.stem == "smoothadv-imagenet")
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_says_what_was_measured_and_what_was_printed() -> None:
+    row = {
+        "row": "PTT", "column": "HPS", "size": {"mean": 1.9512, "std": 0.0241}, "coverage": {"mean": 0.9123, "std": 0.004},
+        "attack": "SmoothAdv", "trivial_splits": 3, "splits": 50,
+        "paper": {"size": 2.294, "size_std": 0.051, "coverage": 0.909, "coverage_std": None},
+    }  # fmt: skip
+    assert show.measured(row) == "1.951 ± 0.024, covers 91.2 ± 0.4 % (3/50 trivial)"
+    assert show.printed(row) == "2.294 ± 0.051, covers 90.9 %"
+    base = {**row, "row": "Baseline", "size": {"mean": 10.0, "std": 0.0}, "paper": {**row["paper"], "size": 10.0}}
+    assert show.improvements([base, row]) == ["HPS: PTT 5.13× (paper 4.36×)"]
+
+
+def test_wide_tables_are_turned() -> None:
+    head, body = ["", *"abcdefgh"], [["x", *"12345678"]]
+    assert show.markdown(head, body).splitlines()[:3] == ["|  | x |", "|---|---|", "| a | 1 |"]
+    assert show.markdown(["", "a"], [["x", "1"]]).splitlines()[2] == "| x | 1 |"
+
+
+def test_closed_forms_stand_beside_the_printed_digits() -> None:
+    rows = figures()["one-dimensional"].compute(Material(None, None, Path("nowhere")))
+    head, body = show.any_grid(rows)
+    gap = body[0][head.index("coverage_gap")]
+    assert "paper 7.98" in gap
+    assert gap.startswith("0.079")
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "--list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in listed] == list(catalogue())
+    assert main(["reproduce", "--list"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in catalogue())
+
+
+def test_closed_forms_need_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["one-dimensional", "failure-case", "sigmoid-cdf"]
+    assert main(["reproduce", *names, "--out", str(tmp_path / "out"), "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)["files"]
+    assert list(written) == names
+    for files in written.values():
+        assert all(Path(file).is_file() for file in files)
+        assert {Path(file).suffix for file in files} == {".json", ".md", ".html", ".svg", ".png"}
+    manifest = json.loads((tmp_path / "out" / "failure-case.json").read_text())["manifest"]
+    assert str(tmp_path) not in json.dumps(manifest)
+    page = tmp_path / "out" / "failure-case.html"
+    page.unlink()
+    assert main(["reproduce", "all", "--draw-only", "--out", str(tmp_path / "out")]) == 0
+    assert page.is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["table9"], "nothing is called 'table9'; there are table1, "),
+        ([], "say what to reproduce"),
+        (["table1"], "cifar10 is needed: give the folder"),
+        (["table2"], "ImageNet is needed and cannot be downloaded freely"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    words: list[str], match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reproduce", *words, "--out", str(tmp_path)]) == 2
+    assert match in capsys.readouterr().err
+    with pytest.raises(InputError):
+        chosen(["table9"])
