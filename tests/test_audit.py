@@ -272,7 +272,7 @@ def test_a_cheating_attack_is_refused(cheat: Any, match: str, predictors: dict[s
         (TEST[0], {}, "expected labelled data"),
         ((TEST[0], TEST[1] + 9), {}, "labels between 0 and 3"),
         ((TEST[0], TEST[1].float()), {}, "integer class labels"),
-        (TEST, {"attacks": ["magic"]}, "attacks among softmax and margin, or functions by name, got 'magic'"),
+        (TEST, {"attacks": ["magic"]}, "attacks among softmax, margin, random, or functions by name, got 'magic'"),
         (TEST, {"radii": [-0.1]}, "epsilon >= 0"),
         (TEST, {"steps": 0}, "steps >= 1"),
         ((TEST[0][:0], TEST[1][:0]), {}, "at least one image"),
