@@ -35,6 +35,10 @@ from holdfast.smoothing import fingerprint as fingerprint_of
 from holdfast.transforms import PTT
 
 FORMAT = 1
+_KEYS = (
+    "classes", "class_names", "sigma", "numerics", "score", "model_fingerprint", "holdout_size", "inputs", "provenance",
+    "levels",
+)  # fmt: skip
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -52,12 +56,17 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write beside the target, then rename: a reader sees the old file or the new one, never half of one."""
+def check_place(path: Path) -> None:
+    """Say why a file cannot be written there, before any work is done for it."""
     if not path.parent.is_dir():
         raise InputError(f"no folder {path.parent} to write {path.name} into; create it first")
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the name of a file")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write beside the target, then rename: a reader sees the old file or the new one, never half of one."""
+    check_place(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)
@@ -124,6 +133,9 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     found = {name: _digest(tensor) for name, tensor in tensors.items()}
     with _malformed(path):
         expected = dict(manifest["checksums"])
+        absent = [name for name in _KEYS if name not in manifest]
+    if absent:
+        raise InputError(f"the manifest of {path} lacks {absent[0]!r}; save the predictor again")
     if found != expected:
         differ = sorted(set(found) ^ set(expected)) or sorted(name for name in found if found[name] != expected[name])
         raise InputError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.adapters import ExportedClassifier, OnnxClassifier, from_predict_proba
-from holdfast.adapters.onnx import Output
+from holdfast.artifact import load, read
 from holdfast.datasets import Labelled, cifar, digits
 from holdfast.errors import InputError
 from holdfast.inputs import check_images
 from holdfast.logits_file import names_in, read_arrays
 from holdfast.metrics import check_labels
 from holdfast.models import CifarResNet, SmallCNN, load_weights
+from holdfast.predictor import Predictor
 from holdfast.smoothing import Classifier
 
 MODELS: dict[str, Callable[[int], nn.Module]] = {
@@ -56,7 +57,7 @@ def load_model(
     if weights is not None:
         raise InputError("weights are for built-in models; a file holds its own, and a function loads its own")
     if suffix == ".onnx":
-        return OnnxClassifier(spec, output=cast(Output, output), device=device)
+        return OnnxClassifier(spec, output=output, device=device)
     if suffix == ".pt2":
         return ExportedClassifier(spec, device=device)
     if suffix in _OTHER_FILES:
@@ -93,6 +94,14 @@ def _from_function(spec: str, device: str | None) -> Classifier:
             "predict_proba either"
         )
     return cast(Classifier, made)
+
+
+def load_predictor(
+    path: str | Path, model: str, weights: str | Path | None = None, device: str | None = None, output: str = "logits"
+) -> Predictor:
+    """A saved predictor with its model, which is named as for :func:`load_model`."""
+    classes = read(path)[0]["classes"]
+    return load(path, load_model(model, weights, classes, device, output), device=device)
 
 
 def load_data(spec: str, folder: str | Path | None = None) -> Labelled:
@@ -135,17 +144,19 @@ def load_inputs(spec: str, folder: str | Path | None = None, part: str | None = 
     ``part`` is ``k/m``: the k-th of m random disjoint parts, the same on every run.
     """
     if Path(spec).suffix in (".npz", ".safetensors"):
-        names = ("images", "labels") if labelled or "labels" in names_in(spec) else ("images",)
-        images, *labels = read_arrays(spec, *names)
-        if labels:
-            check_labels(labels[0], len(images), 2**31)
-        found = Inputs(Path(spec).stem, check_images(images).float(), torch.arange(len(images)), *labels)
+        images, labels, class_names, name = *_arrays(spec, labelled), None, Path(spec).stem
     else:
         data = load_data(spec, folder)
-        found = Inputs(data.name, data.images, torch.arange(len(data)), data.labels, data.class_names)
-    rows = part_rows(len(found), part)
-    labels = None if found.labels is None else found.labels[rows].long()
-    return replace(found, images=found.images[rows], rows=rows, labels=labels)
+        images, labels, class_names, name = data.images, data.labels, data.class_names, data.name
+    rows = part_rows(len(images), part)
+    return Inputs(name, images[rows], rows, None if labels is None else labels[rows], class_names)
+
+
+def _arrays(path: str, labelled: bool) -> tuple[Tensor, Tensor | None]:
+    if not labelled and "labels" not in names_in(path):
+        return check_images(read_arrays(path, "images")[0]).float(), None
+    images, labels = read_arrays(path, "images", "labels")
+    return check_images(images).float(), check_labels(labels, len(images), 2**31)
 
 
 def take_part(data: Labelled, part: str | None) -> Labelled:

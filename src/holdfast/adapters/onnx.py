@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +14,6 @@ from holdfast.adapters.batching import in_batches
 from holdfast.adapters.onnx_files import external_files
 from holdfast.adapters.proba import log_probabilities
 from holdfast.errors import InputError
-
-Output = Literal["logits", "probabilities"]
 
 _DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
 
@@ -29,7 +27,7 @@ class OnnxClassifier:
 
     Args:
         path: the ``.onnx`` file; external data files are found beside it.
-        output: what the model returns. Probabilities enter as their logarithm, which leaves every score as it is.
+        output: what the model returns, ``logits`` or ``probabilities``. Probabilities enter as their logarithm, which leaves every score as it is.
         output_name: which output, where there are several of shape [n, K].
         device: ``cpu``, or ``cuda`` with onnxruntime-gpu.
 
@@ -42,11 +40,11 @@ class OnnxClassifier:
         self,
         path: str | Path,
         *,
-        output: Output = "logits",
+        output: str = "logits",
         output_name: str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if output not in get_args(Output):
+        if output not in ("logits", "probabilities"):
             raise InputError(f"expected output logits or probabilities, got {output!r}")
         self.path, self.output = Path(path), output
         self.fingerprint = _fingerprint(self.path, output, output_name)
