@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import hashlib
 import types
@@ -10,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-# They change how an estimator runs, not what it computes.
-_SKIPPED = ("n_jobs", "verbose")
+# They change how an estimator runs, not what it computes; a search tree counts its uses, and follows from the data beside.
+_SKIPPED = ("n_jobs", "verbose", "_sklearn_version", "_tree")
 # Code has no state that could be compared.
-_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, functools.partial)
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, functools.partial, np.ufunc)
 
 
 def state_digest(value: Any) -> str | None:
     """SHA-256 over a nested state of numbers, strings, arrays, containers and plain objects; None where that fails.
 
-    Objects are read through ``__dict__`` or ``__reduce__`` (as compiled trees provide it), never executed. The digest is
-    the same in every process, and changes with any value in the state.
+    Objects are read as ``copy`` reads them, and nothing is pickled or run. The digest is the same in every process, and
+    changes with any value in the state.
 
     Example:
         >>> state_digest({"a": [1, 2.0]}) == state_digest({"a": [1, 2.0]}), state_digest([1]) == state_digest([1.0])
@@ -99,26 +98,20 @@ class _Digest:
         self._write("set", "".join(sorted(digests)).encode())
 
     def _object(self, value: Any) -> None:
-        kind = type(value)
+        """Through what an object gives to whoever copies it: how it is made, from what, and its state."""
         if isinstance(value, _CODE):
-            raise _UnknownError(kind.__name__)
-        self._write("object", f"{kind.__module__}.{kind.__qualname__}".encode())
-        if isinstance(value, np.random.RandomState | np.random.Generator):
-            state = value.get_state(legacy=False) if isinstance(value, np.random.RandomState) else value.bit_generator.state
-        elif hasattr(value, "__dict__"):
-            state = {key: item for key, item in sorted(vars(value).items()) if key not in _SKIPPED}
-        else:
-            state = self._reduced(value)
-        self.add(state)
-
-    @staticmethod
-    def _reduced(value: Any) -> Any:
-        """Arguments and state of a compiled object, as it gives them to whoever copies it."""
+            raise _UnknownError(type(value).__name__)
         try:
-            reduced = copyreg.dispatch_table[type(value)](value) if type(value) in copyreg.dispatch_table else value.__reduce_ex__(4)
+            reduced = value.__reduce_ex__(4)
         except TypeError as error:
             raise _UnknownError(str(error)) from None
-        if not isinstance(reduced, tuple):
+        if not isinstance(reduced, tuple):  # the name of something, not its state
             raise _UnknownError(type(value).__name__)
-        # The first item is the function that would rebuild the object: a name, not a state.
-        return [item for item in reduced[1:] if not callable(item) or isinstance(item, type)]
+        make, arguments, state, *items = (*reduced, None, None, None)[:5]
+        self._write("object", f"{make.__module__}.{make.__qualname__}".encode())
+        self.add(arguments)
+        if isinstance(state, dict):
+            state = {key: item for key, item in sorted(state.items()) if key not in _SKIPPED}
+        self.add(state)
+        for item in items:
+            self.add(None if item is None else list(item))
