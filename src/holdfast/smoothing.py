@@ -227,8 +227,14 @@ class Smoother:
     def _run(self, inputs: Tensor) -> Tensor:
         if self.channels_last and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(self.device.type, self.autocast) if self.autocast else contextlib.nullcontext():
-            out = self._forward(inputs)
+        try:
+            with torch.autocast(self.device.type, self.autocast) if self.autocast else contextlib.nullcontext():
+                out = self._forward(inputs)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # what torch raises where shapes, types or devices do not fit
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise InputError(f"the model fails on inputs {list(inputs.shape)}: {reason}") from error
         if not isinstance(out, Tensor) or out.ndim != 2 or len(out) != len(inputs):
             found = f"{tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             raise InputError(f"expected the model to return logits [{len(inputs)}, classes], got {found}")
