@@ -269,7 +269,15 @@ def test_every_single_bit_of_the_keys_matters(saved: Path, model: nn.Module, pre
 
 
 # A file small enough to try every byte of it.
-TINY: dict[str, Any] = {"epsilon": 0.03, "sigma": 0.1, "draws": 1, "calibration_draws": 1, "method": "rcp1", "alpha": 0.3, "seed": 1}
+TINY: dict[str, Any] = {
+    "epsilon": 0.03,
+    "sigma": 0.1,
+    "draws": 1,
+    "calibration_draws": 1,
+    "method": "rcp1",
+    "alpha": 0.3,
+    "seed": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -290,8 +298,7 @@ def test_every_byte_of_a_file_counts(tiny: tuple[Predictor, bytes], tmp_path: Pa
         path.write_bytes(bytes(altered))
         try:
             loaded = load(path, model)
-        except InputError as error:
-            assert "\n" not in str(error)
+        except InputError:
             continue
         survivors.append(place)
         assert same(predictor, loaded)
@@ -299,7 +306,9 @@ def test_every_byte_of_a_file_counts(tiny: tuple[Predictor, bytes], tmp_path: Pa
     assert all(chr(content[place]).isspace() and place < header for place in survivors)
 
 
-def test_every_truncation_and_extension_is_refused(tiny: tuple[Predictor, bytes], tmp_path: Path, model: nn.Module) -> None:
+def test_every_truncation_and_extension_is_refused(
+    tiny: tuple[Predictor, bytes], tmp_path: Path, model: nn.Module
+) -> None:
     _, content = tiny
     path = tmp_path / "p.safetensors"
     for size in range(len(content)):
@@ -312,7 +321,9 @@ def test_every_truncation_and_extension_is_refused(tiny: tuple[Predictor, bytes]
         refused("not a complete safetensors file", path, model)
 
 
-def test_bytes_removed_or_swapped_inside_are_refused(tiny: tuple[Predictor, bytes], tmp_path: Path, model: nn.Module) -> None:
+def test_bytes_removed_or_swapped_inside_are_refused(
+    tiny: tuple[Predictor, bytes], tmp_path: Path, model: nn.Module
+) -> None:
     """Also with the length of the header corrected, so that only its content is wrong."""
     predictor, content = tiny
     path = tmp_path / "p.safetensors"

@@ -382,7 +382,10 @@ class Queries:
 
 @patient
 @given(
-    epsilon=st.floats(0.01, 3), steps=st.integers(1, 12), sigma=st.sampled_from([0.0, 0.2]), clip=st.sampled_from([None, (0.0, 1.0)])
+    epsilon=st.floats(0.01, 3),
+    steps=st.integers(1, 12),
+    sigma=st.sampled_from([0.0, 0.2]),
+    clip=st.sampled_from([None, (0.0, 1.0)]),
 )
 def test_a_search_by_queries_stays_in_the_ball_and_never_loses(
     epsilon: float, steps: int, sigma: float, clip: tuple[float, float] | None
@@ -423,15 +426,21 @@ def test_searches_follow_their_seed_and_use_their_restarts() -> None:
     assert not torch.equal(one, other)
     ids = torch.arange(9)
     losses = [
-        mean_softmax(noisy.logits(random_search(noisy, x, y, 0.5, steps=5, restarts=r), None), y, ids).mean() for r in (1, 4)
+        mean_softmax(noisy.logits(random_search(noisy, x, y, 0.5, steps=5, restarts=r), None), y, ids).mean()
+        for r in (1, 4)
     ]
     assert losses[1] > losses[0]
 
 
 def test_gradient_attacks_on_a_black_box_say_what_remains() -> None:
     x, y = batch(3, classes=4)
-    for attack in (lambda: plain_pgd(Queries(curved()), x, y, 0.5), lambda: smooth_adv(Queries(curved()), x, y, 0.5, 0.2, 2)):
-        with pytest.raises(InputError, match=r"no gradients.*'random'.*--attack random.*transfer\(surrogate, sigma\).*--surrog"):
+    for attack in (
+        lambda: plain_pgd(Queries(curved()), x, y, 0.5),
+        lambda: smooth_adv(Queries(curved()), x, y, 0.5, 0.2, 2),
+    ):
+        with pytest.raises(
+            InputError, match=r"no gradients.*'random'.*--attack random.*transfer\(surrogate, sigma\).*--surrog"
+        ):
             attack()
 
 

@@ -74,7 +74,9 @@ def info(name: str, kind: int = TensorProto.FLOAT, shape: list[Any] | None = Non
 @pytest.fixture(scope="module")
 def cnn() -> nn.Module:
     torch.manual_seed(0)
-    return fit_under_noise(SmallCNN(classes=4, width=8), *toy(400, seed=5), sigma=0.15, epochs=25, progress=False).eval()
+    return fit_under_noise(
+        SmallCNN(classes=4, width=8), *toy(400, seed=5), sigma=0.15, epochs=25, progress=False
+    ).eval()
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +110,9 @@ def test_the_small_cnn_exported_calibrates_saves_loads_predicts_and_is_audited(
     assert torch.equal(sets.mask, predictor.predict(TEST[0], seed=2).mask)
     assert float((sets.mask == reference.predict(TEST[0], seed=2).mask).double().mean()) > 0.99
     assert sets.evaluate(TEST[1]).coverage.mean > 0.85
-    found = audit(loaded, TEST, attacks={"random": "random", "transfer": transfer(cnn, 0.15, 8)}, steps=10, draws=8, seed=4)
+    found = audit(
+        loaded, TEST, attacks={"random": "random", "transfer": transfer(cnn, 0.15, 8)}, steps=10, draws=8, seed=4
+    )
     assert [row.attack for row in found.rows] == ["none", "random", "transfer"]
     assert not found.broken
 
@@ -169,7 +173,9 @@ def test_probabilities_taken_for_logits_are_noticed(tmp_path: Path) -> None:
     model = OnnxClassifier(linear(tmp_path / "p.onnx", softmax=True))
     with pytest.warns(UserWarning, match="seems to return probabilities where logits are expected"):
         calibrate(model, CAL, epsilon=0.05, sigma=0.1, draws=4, seed=1)
-    with pytest.raises(InputError, match=r"to return probabilities, rows that sum to 1, got values in .*are they logits\?"):
+    with pytest.raises(
+        InputError, match=r"to return probabilities, rows that sum to 1, got values in .*are they logits\?"
+    ):
         OnnxClassifier(linear(tmp_path / "l.onnx"), output="probabilities")(TEST[0])
     with pytest.raises(InputError, match="expected output logits or probabilities, got 'scores'"):
         OnnxClassifier(tmp_path / "p.onnx", output="scores")
@@ -203,7 +209,11 @@ def test_images_of_another_shape_are_refused(shape: tuple[int, ...], tmp_path: P
         ([info("a", TensorProto.INT64)], [info("o", TensorProto.INT64)], "one float input"),
         ([info("a", shape=[4])], [info("o", shape=[4])], r"an input \[n, \.\.\.\]"),
         ([info("a")], [info("o"), info("p")], r"one of several outputs with output_name=; the model has o: .*, p: "),
-        ([info("a", shape=["n", 2, 2])], [info("o", shape=["n", 2, 2])], r"a float output \[n, classes\].*zipmap=False"),
+        (
+            [info("a", shape=["n", 2, 2])],
+            [info("o", shape=["n", 2, 2])],
+            r"a float output \[n, classes\].*zipmap=False",
+        ),
     ],
     ids=["two-inputs", "integers", "no-batch", "two-outputs", "rank-3"],
 )
@@ -302,9 +312,13 @@ def tensor(name: str, location: str | None) -> Any:
 def test_external_data_are_found_wherever_a_tensor_can_be() -> None:
     """Initialisers, attributes, subgraphs, sparse tensors, functions and training graphs."""
     inner = helper.make_graph([], "inner", [], [], [tensor("i", "subgraph")])
-    node = helper.make_node("X", [], ["y"], value=tensor("v", "attribute"), then=inner, many=[tensor("m", "attributes")])
+    node = helper.make_node(
+        "X", [], ["y"], value=tensor("v", "attribute"), then=inner, many=[tensor("m", "attributes")]
+    )
     sparse = onnx.SparseTensorProto(values=tensor("s", "sparse values"), indices=tensor("s", "sparse indices"))
-    graph = helper.make_graph([node], "g", [], [], [tensor("w", "weights"), tensor("own", None), tensor("w2", "weights")])
+    graph = helper.make_graph(
+        [node], "g", [], [], [tensor("w", "weights"), tensor("own", None), tensor("w2", "weights")]
+    )
     graph.sparse_initializer.append(sparse)
     model = helper.make_model(graph)
     function = helper.make_node("X", [], ["y"], value=tensor("v", "function"))
@@ -346,7 +360,10 @@ def test_external_data_must_be_there_and_beside(tmp_path: Path) -> None:
 
 
 def test_names_of_the_model_are_as_it_says(tmp_path: Path) -> None:
-    assert repr(OnnxClassifier(linear(tmp_path / "m.onnx"))) == "OnnxClassifier('m.onnx', images: ['n', 1, 4, 4] -> logits)"
+    assert (
+        repr(OnnxClassifier(linear(tmp_path / "m.onnx")))
+        == "OnnxClassifier('m.onnx', images: ['n', 1, 4, 4] -> logits)"
+    )
 
 
 def test_gradients_of_the_input_do_not_disturb(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_another_model_is_refused(saved: Path, place: Path, capsys: pytest.Captu
 def test_parts_are_disjoint_cover_everything_and_mix_classes() -> None:
     for n, m in ((10, 3), (5, 5), (400, 2)):
         parts = [part_rows(n, f"{k}/{m}").tolist() for k in range(1, m + 1)]
-        assert sorted(sum(parts, [])) == list(range(n))
+        assert sorted(row for part in parts for row in part) == list(range(n))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
         assert all(part == sorted(part) for part in parts)
     half = part_rows(1000, "1/2")
@@ -196,7 +196,9 @@ def test_parts_are_disjoint_cover_everything_and_mix_classes() -> None:
 # -- calibrate ---------------------------------------------------------------------------------------------------------
 
 
-def test_options_of_calibrate_reach_the_predictor(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_calibrate_reach_the_predictor(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "p.safetensors"
     arguments = [
         "calibrate", *OWN, "--data", place / "data.safetensors", "--sigma", "0.2", "--epsilon", "0.02", "--alpha", "0.2",
@@ -249,7 +251,9 @@ def test_a_model_without_a_fingerprint_is_mentioned(
     assert "none: another model in its place would not be noticed" in out
 
 
-def test_class_names_from_a_list_a_file_or_the_data(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_class_names_from_a_list_a_file_or_the_data(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = tmp_path / "names.txt"
     names.write_text("ant\n bee \n\ncow\nzebra, striped\n")
     base = ["calibrate", *OWN, "--data", place / "data.npz", *LEVEL, "--out", tmp_path / "p.safetensors"]
@@ -296,7 +300,11 @@ def test_class_names_from_a_list_a_file_or_the_data(place: Path, tmp_path: Path,
 def test_bad_calibrations_are_refused(
     changes: list[str], match: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base: dict[str, Any] = {"--model": "own:make_nearest", "--data": place / "data.npz", "--out": tmp_path / "p.safetensors"}
+    base: dict[str, Any] = {
+        "--model": "own:make_nearest",
+        "--data": place / "data.npz",
+        "--out": tmp_path / "p.safetensors",
+    }
     base.update(zip(changes[::2], changes[1::2]))
     line = refused(capsys, "calibrate", *LEVEL, *(word for pair in base.items() for word in pair))
     assert match in line
@@ -387,7 +395,9 @@ def test_without_a_seed_the_noise_is_fresh(saved: Path, place: Path, capsys: pyt
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
-def test_files_hold_the_same_rows(form: str, saved: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_hold_the_same_rows(
+    form: str, saved: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["predict", saved, *OWN, "--data", place / "labelled.npz", "--seed", "3"]
     expected = as_json(capsys, *arguments)["rows"]
     target = tmp_path / f"rows.{form}"
@@ -421,7 +431,7 @@ def sets_of(mask: Tensor, names: tuple[str, ...] | None) -> PredictionSets:
 
 
 def test_names_with_commas_quotes_and_letters_survive() -> None:
-    names = ('zebra, striped', 'the "fox"', "naïve 犬", "a\nb")
+    names = ("zebra, striped", 'the "fox"', "naïve 犬", "a\nb")
     mask = torch.tensor([[True, True, True, True], [False, False, True, False], [False] * 4])
     for form in ("jsonl", "csv"):
         rows = read_rows(write_rows(sets_of(mask, names), form, [5, 6, 9]), form)
@@ -434,7 +444,9 @@ def test_names_with_commas_quotes_and_letters_survive() -> None:
         write_rows(sets_of(mask, names), "xml")
 
 
-def test_a_failed_prediction_leaves_the_old_file(saved: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_prediction_leaves_the_old_file(
+    saved: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tmp_path / "rows.jsonl"
     target.write_text("old")
     refused(capsys, "predict", saved, *OWN, "--data", place / "nothing.npz", "--out", target)
@@ -462,7 +474,9 @@ def test_other_inputs_than_at_calibration_are_refused(
 
 
 @pytest.mark.filterwarnings("ignore:pixels reach")
-def test_other_units_than_at_calibration_are_refused(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_units_than_at_calibration_are_refused(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_file({"images": 255 * NEW[0]}, tmp_path / "d.safetensors")
     line = refused(capsys, "predict", saved, *OWN, "--data", tmp_path / "d.safetensors")
     assert "calibrated on values in [0, 1], got values in [0, 255]; bring the images to the same units" in line
@@ -530,7 +544,13 @@ def test_the_page_stands_alone_and_says_what_was_measured(
         assert by_class[("ant", "bee", "cow", "dog")[k]] == [str(share), str(share.count)]
     assert by_class["model fingerprint"] == [fingerprint(nearest())]
     assert by_class["model"] == ["own:make_nearest"]
-    for title in ("Coverage and size", "Coverage by class", "Examples", "What the promise rests on", "Where it comes from"):
+    for title in (
+        "Coverage and size",
+        "Coverage by class",
+        "Examples",
+        "What the promise rests on",
+        "Where it comes from",
+    ):
         assert title in text
     code, out, _ = run(capsys, "report", saved, *OWN, "--data", place / "labelled.npz", "--seed", "3", "--out", target)
     assert code == 0
@@ -545,8 +565,16 @@ def test_a_page_of_many_classes_shows_the_worst(monkeypatch: pytest.MonkeyPatch,
     mask = torch.zeros(400, 40, dtype=torch.bool)
     mask[torch.arange(400), labels] = labels >= 10
     shown: dict[str, Any] = {}
-    monkeypatch.setattr(plots, "coverage_by_class", lambda names, shares, alpha: shown.update(names=names, shares=shares) or plots.size_histogram([1]))
-    monkeypatch.setattr(plots, "gallery", lambda images, captions, titles: shown.update(captions=captions, titles=titles) or plots.size_histogram([1]))
+    monkeypatch.setattr(
+        plots,
+        "coverage_by_class",
+        lambda names, shares, alpha: shown.update(names=names, shares=shares) or plots.size_histogram([1]),
+    )
+    monkeypatch.setattr(
+        plots,
+        "gallery",
+        lambda images, captions, titles: shown.update(captions=captions, titles=titles) or plots.size_histogram([1]),
+    )
     sets = PredictionSets(mask, predictor.guarantee, predictor.class_names)
     page = predictor_page(predictor, sets, torch.rand(400, 3, 4, 4), labels, "many & more").html()
     assert "many &amp; more" in page
@@ -559,7 +587,9 @@ def test_a_page_of_many_classes_shows_the_worst(monkeypatch: pytest.MonkeyPatch,
     assert shown["titles"][0] == "truth: <class 0>"
 
 
-def test_a_report_needs_labels_and_a_place(saved: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_needs_labels_and_a_place(
+    saved: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = ["report", saved, *OWN]
     assert "no array 'labels'" in refused(capsys, *base, "--data", place / "new.npz", "--out", tmp_path / "r.html")
     line = refused(capsys, *base, "--data", place / "labelled.npz", "--out", tmp_path / "no" / "r.html")

@@ -51,7 +51,9 @@ EXPECTED = {
     "check_fit2d_1feature": TOO_FEW,
 }
 INIT = "check_do_not_raise_errors_in_init_or_set_params"
-TYPED = {INIT: "types are checked at run time in these tests, and only here; another process runs this check without them"}
+TYPED = {
+    INIT: "types are checked at run time in these tests, and only here; another process runs this check without them"
+}
 SMALL = {"alpha": 0.4, "draws": 4, "calibration_draws": 4, "calibration_size": 0.3}
 
 
@@ -74,7 +76,9 @@ def test_the_checks_of_scikit_learn(estimator: Any, check: Callable[[Any], None]
 
 def test_it_can_be_cloned_searched_and_cross_validated() -> None:
     X, y = load_iris(return_X_y=True)
-    base = RobustSetClassifier(GaussianNB(), alpha=0.2, sigma=0.2, epsilon=0.1, draws=2, calibration_draws=4, random_state=0)
+    base = RobustSetClassifier(
+        GaussianNB(), alpha=0.2, sigma=0.2, epsilon=0.1, draws=2, calibration_draws=4, random_state=0
+    )
     search = GridSearchCV(base, {"sigma": [0.1, 0.2], "estimator__var_smoothing": [1e-9, 1e-2]}, cv=2).fit(X, y)
     assert search.best_score_ > 0.85
     assert cross_val_score(clone(base), X, y, cv=2).mean() > 0.85
@@ -172,9 +176,9 @@ def test_a_fitted_estimator_is_kept_and_all_rows_calibrate() -> None:
     assert pickle.dumps(base) == before
     assert np.array_equal(found.predict(X), base.predict(X.astype(np.float32)))
     few = names[200:] != "b"  # a class that no calibration point has is still a label
-    assert RobustSetClassifier(FrozenEstimator(base), **PARAMS).fit(X[200:][few], names[200:][few]).classes_.tolist() == list(
-        "abc"
-    )
+    assert RobustSetClassifier(FrozenEstimator(base), **PARAMS).fit(
+        X[200:][few], names[200:][few]
+    ).classes_.tolist() == list("abc")
 
 
 def test_training_under_noise_is_what_makes_it_work() -> None:
@@ -192,7 +196,11 @@ def test_training_under_noise_is_what_makes_it_work() -> None:
 @pytest.mark.parametrize(
     ("estimator", "changes", "match"),
     [
-        (RidgeClassifier(), {}, "expected an estimator with predict_proba, got RidgeClassifier; wrap it in CalibratedClass"),
+        (
+            RidgeClassifier(),
+            {},
+            "expected an estimator with predict_proba, got RidgeClassifier; wrap it in CalibratedClass",
+        ),
         (None, {"calibration_size": 1.0}, "calibration_size between 0 and 1, got 1.0"),
         (None, {"copies": -1}, "copies >= 0, got -1"),
         (None, {"sigma": 0.0}, "sigma is 0"),
@@ -218,7 +226,9 @@ def test_saved_and_loaded_with_the_same_estimator_only(fitted: RobustSetClassifi
     inputs = torch.from_numpy(X).float()
     assert torch.equal(again.predict(inputs, seed=1).mask, torch.from_numpy(fitted.predict_set(X, seed=1)))
     assert np.array_equal(copy.predict_set(X, seed=1), fitted.predict_set(X, seed=1))
-    other = RobustSetClassifier(LogisticRegression(max_iter=1000), **{**PARAMS, "random_state": 1}).fit(*clouds(1600, 1))
+    other = RobustSetClassifier(LogisticRegression(max_iter=1000), **{**PARAMS, "random_state": 1}).fit(
+        *clouds(1600, 1)
+    )
     with pytest.raises(InputError, match="the model differs from the one calibrated"):
         load(tmp_path / "p.safetensors", other.classifier_)
     with pytest.raises(InputError, match=r"calibrated on inputs \[n, 5\], got \[100, 4\]"):
@@ -262,7 +272,9 @@ def test_a_fingerprint_is_the_same_in_another_process() -> None:
         "getattr(estimator_checks, t.INIT)('RobustSetClassifier', t.RobustSetClassifier()); print(json.dumps(t.digests()))"
     )
     root = Path(__file__).resolve().parents[1]
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, cwd=root, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, cwd=root, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     own = digests()
     assert None not in own.values()
@@ -331,7 +343,9 @@ def test_a_function_of_arrays_is_a_model() -> None:
 
     model = from_predict_proba(proba, fingerprint="numpy-1")
     images, labels = toy(300, seed=1)
-    torch.testing.assert_close(model(images).softmax(dim=1), linear(images).softmax(dim=1).detach(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        model(images).softmax(dim=1), linear(images).softmax(dim=1).detach(), rtol=1e-4, atol=1e-6
+    )
     options: dict[str, Any] = {"epsilon": 0.1, "sigma": 0.1, "draws": 4, "seed": 1, "method": "exact"}
     masks = [calibrate(m, (images, labels), **options).predict(images, seed=2).mask for m in (model, linear)]
     assert float((masks[0] == masks[1]).double().mean()) > 0.995

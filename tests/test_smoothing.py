@@ -258,7 +258,10 @@ def test_flags_are_restored_when_reading_stops_early_or_the_model_fails() -> Non
             next(chunks)
         assert not any(flags(model))
     assert flags(model) == before
-    with pytest.warns(HoldfastWarning, match="train mode"), pytest.raises(InputError, match=r"fails on inputs \[4, 7, 4, 4\]"):
+    with (
+        pytest.warns(HoldfastWarning, match="train mode"),
+        pytest.raises(InputError, match=r"fails on inputs \[4, 7, 4, 4\]"),
+    ):
         Smoother(model, 0.2).logits(torch.zeros(2, 7, 4, 4), 2, Stream(0, "test"))
     assert flags(model) == before
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -388,7 +389,7 @@ def random_search(
 
 
 def transfer(
-    surrogate: Classifier, sigma: float, draws: int = 32, **options: object
+    surrogate: Classifier, sigma: float, draws: int = 32, **options: Any
 ) -> Callable[[Tensor, Tensor, float], Tensor]:
     """An attack on a black box through a model with gradients that resembles it: for ``audit(..., attacks={...})``.
 

@@ -153,9 +153,7 @@ def audit(
                 shared[key] = pgd(noisy, images, labels, radius, loss=mean_softmax, device=smoother.device, **options)
             return shared[key]
         loss, gradients = margin_loss(predictor, stream), attack == "margin"
-        return pgd(
-            noisy, images, labels, radius, loss=loss, device=smoother.device, gradients=gradients, **options
-        )
+        return pgd(noisy, images, labels, radius, loss=loss, device=smoother.device, gradients=gradients, **options)
 
     def record(name: str, predictor: Predictor, attack: str, radius: float, inputs: Tensor) -> None:
         level = next(iter(predictor.levels))

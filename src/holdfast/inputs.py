@@ -54,7 +54,9 @@ class InputRange:
 
     def union(self, other: InputRange) -> InputRange:
         if self.shape != other.shape:
-            raise InputError(f"expected images of one shape, got {list(self.shape)} and {list(other.shape)}; resize them")
+            raise InputError(
+                f"expected images of one shape, got {list(self.shape)} and {list(other.shape)}; resize them"
+            )
         return InputRange(self.shape, min(self.low, other.low), max(self.high, other.high))
 
     def check(self, images: Any, epsilon: float) -> None:

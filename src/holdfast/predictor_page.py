@@ -78,7 +78,9 @@ def _classes(measured: Evaluation, predictor: Predictor, alpha: float) -> Sectio
     return Section(
         "Coverage by class",
         "Nothing is promised per class: hard classes may be covered less often, easy ones more.",
-        Table(["true class", "coverage", "inputs"], [[Cell(names[k]), Cell(str(s)), Cell(str(s.count))] for k, s in worst]),
+        Table(
+            ["true class", "coverage", "inputs"], [[Cell(names[k]), Cell(str(s)), Cell(str(s.count))] for k, s in worst]
+        ),
         [Figure(plots.svg(figure), "Coverage of every class, with 95 % intervals; dotted, the promised average.")],
         note=f"The {len(worst)} classes of lowest coverage; {left} more are not shown." if left else "",
     )
@@ -97,7 +99,9 @@ def _examples(sets: PredictionSets, images: Tensor, labels: Tensor) -> Section |
         return "{" + ",\n".join(map(str, labels)) + "}" if len(labels) <= 4 else f"{len(labels)} labels"
 
     figure = plots.gallery(
-        images[chosen], [caption(row) for row in sets[chosen].labels(names)], [f"truth: {names[int(labels[i])]}" for i in chosen]
+        images[chosen],
+        [caption(row) for row in sets[chosen].labels(names)],
+        [f"truth: {names[int(labels[i])]}" for i in chosen],
     )
     return Section(
         "Examples",

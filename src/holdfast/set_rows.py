@@ -40,10 +40,14 @@ def write_rows(sets: PredictionSets, form: str, index: Sequence[int] | None = No
         return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     ambiguous = [name for name in sets.class_names or () if SEPARATOR in name]
     if ambiguous:
-        raise InputError(f"CSV joins labels by semicolons, and the class {ambiguous[0]!r} holds one; use the format jsonl")
+        raise InputError(
+            f"CSV joins labels by semicolons, and the class {ambiguous[0]!r} holds one; use the format jsonl"
+        )
     text = io.StringIO()
     writer = csv.DictWriter(text, ["index", "labels", "size", "trivial"], lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({**row, "labels": SEPARATOR.join(map(str, row["labels"])), "trivial": str(row["trivial"]).lower()})
+        writer.writerow(
+            {**row, "labels": SEPARATOR.join(map(str, row["labels"])), "trivial": str(row["trivial"]).lower()}
+        )
     return text.getvalue()

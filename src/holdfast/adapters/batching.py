@@ -10,9 +10,7 @@ from torch import Tensor
 from holdfast.errors import InputError
 
 
-def in_batches(
-    run: Callable[[Tensor], Tensor], images: Tensor, least: int = 1, most: int | None = None
-) -> Tensor:
+def in_batches(run: Callable[[Tensor], Tensor], images: Tensor, least: int = 1, most: int | None = None) -> Tensor:
     """``run`` on batches of ``least`` to ``most`` rows; a short last batch is padded, and the padding's rows are dropped.
 
     Example:

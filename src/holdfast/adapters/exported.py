@@ -85,11 +85,14 @@ def _input(program: Any, name: str) -> tuple[list[int | None], int, int | None]:
     found = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in inputs]
     if len(inputs) != 1 or not isinstance(found[0], Tensor) or found[0].dtype != torch.float32 or found[0].ndim < 2:
         kinds = ", ".join(f"{getattr(v, 'dtype', type(v).__name__)} {list(getattr(v, 'shape', []))}" for v in found)
-        raise InputError(f"{name}: expected one float32 input [n, ...], the images; the program takes {kinds or 'nothing'}")
+        raise InputError(
+            f"{name}: expected one float32 input [n, ...], the images; the program takes {kinds or 'nothing'}"
+        )
     sizes = [size if isinstance(size, int) else None for size in found[0].shape]
     if sizes[0] is not None:
         return sizes[1:], sizes[0], sizes[0]
-    limits = program.range_constraints.get(found[0].shape[0].node.expr)
+    symbol: Any = found[0].shape[0]
+    limits = program.range_constraints.get(symbol.node.expr)
     least = 1 if limits is None or limits.lower < 1 else int(limits.lower)
     # torch's infinity is not a number that int() takes; nobody sends batches beyond 2^31.
     most = None if limits is None or limits.upper > 2**31 else int(limits.upper)

@@ -104,7 +104,9 @@ class OnnxClassifier:
         if name is not None:
             raise InputError(f"{self.path.name}: no float output {name!r} of shape [n, classes]; the model has {found}")
         if chosen:
-            raise InputError(f"{self.path.name}: choose one of several outputs with output_name=; the model has {found}")
+            raise InputError(
+                f"{self.path.name}: choose one of several outputs with output_name=; the model has {found}"
+            )
         raise InputError(
             f"{self.path.name}: expected a float output [n, classes], the model has {found}; a converted scikit-learn "
             "classifier needs the option zipmap=False"

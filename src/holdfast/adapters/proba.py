@@ -59,9 +59,7 @@ class ProbabilityClassifier:
         return log_probabilities(probs, "predict_proba").to(images.device)
 
 
-def from_predict_proba(
-    model: Any, *, fingerprint: str | None = None, flatten: bool = True
-) -> ProbabilityClassifier:
+def from_predict_proba(model: Any, *, fingerprint: str | None = None, flatten: bool = True) -> ProbabilityClassifier:
     """A model without PyTorch for :func:`holdfast.calibrate`: a fitted estimator, or a function ``array -> probabilities``.
 
     Args:

@@ -20,7 +20,9 @@ from holdfast.errors import InputError
 _PROGRAM = "models/model.json"
 _SAMPLES = "data/sample_inputs/model.pt"
 _PAYLOADS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
-_COPIED = re.compile(r"archive_format|archive_version|byteorder|\.data/\w+|data/(weights|constants)/(weight|tensor)_\d+")
+_COPIED = re.compile(
+    r"archive_format|archive_version|byteorder|\.data/\w+|data/(weights|constants)/(weight|tensor)_\d+"
+)
 _IGNORED = re.compile(r"extra/.*")
 
 _OPERATOR = re.compile(

@@ -164,7 +164,8 @@ class RobustSetClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
 
     def _inputs(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
-        return validate_data(self, X, dtype=np.float32, reset=False)
+        inputs: Any = validate_data(self, X, dtype=np.float32, reset=False)
+        return inputs
 
     def predict(self, X: Any) -> np.ndarray:
         """The estimator's label, without noise and without a promise."""

@@ -107,7 +107,8 @@ class _Digest:
             raise _UnknownError(str(error)) from None
         if not isinstance(reduced, tuple):  # the name of something, not its state
             raise _UnknownError(type(value).__name__)
-        make, arguments, state, *items = (*reduced, None, None, None)[:5]
+        make: Any = reduced[0]
+        arguments, state, *items = (*reduced[1:], None, None, None)[:4]
         self._write("object", f"{make.__module__}.{make.__qualname__}".encode())
         self.add(arguments)
         if isinstance(state, dict):

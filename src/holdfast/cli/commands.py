@@ -224,12 +224,16 @@ def audit(
     folder: Annotated[Path | None, typer.Option("--out", help="Write an HTML report and JSON there.")] = None,
     attack: Annotated[
         list[str] | None,
-        typer.Option(help="`softmax`, `margin` (both by default) or `random`, which needs no gradients; repeat for more."),
+        typer.Option(
+            help="`softmax`, `margin` (both by default) or `random`, which needs no gradients; repeat for more."
+        ),
     ] = None,
     surrogate: Annotated[
         str | None, typer.Option(help="Transfer attacks from this PyTorch model, for a model without gradients.")
     ] = None,
-    surrogate_weights: Annotated[Path | None, typer.Option(help="Its checkpoint, where it is a built-in model.")] = None,
+    surrogate_weights: Annotated[
+        Path | None, typer.Option(help="Its checkpoint, where it is a built-in model.")
+    ] = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,

@@ -39,11 +39,10 @@ ModelSpec = Annotated[
     ),
 ]
 Weights = Annotated[Path | None, typer.Option(help="Checkpoint of a built-in model (safetensors, or torch weights).")]
-ModelOutput = Annotated[
-    Literal["logits", "probabilities"], typer.Option(help="What an ONNX file returns.")
-]
+ModelOutput = Annotated[Literal["logits", "probabilities"], typer.Option(help="What an ONNX file returns.")]
 DataSpec = Annotated[
-    str, typer.Option(help="`digits`, `cifar10`, `cifar100`, or a .npz or .safetensors file with `images` and `labels`.")
+    str,
+    typer.Option(help="`digits`, `cifar10`, `cifar100`, or a .npz or .safetensors file with `images` and `labels`."),
 ]
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the official CIFAR files.")]
 Part = Annotated[

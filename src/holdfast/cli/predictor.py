@@ -59,12 +59,17 @@ def calibrate(
     ] = None,
     draws: Annotated[int, typer.Option(help="Model evaluations per query.")] = 16,
     calibration_draws: Annotated[
-        int | None, typer.Option(help="Model evaluations per calibration point, paid once; 64 for exact rules by default.")
+        int | None,
+        typer.Option(help="Model evaluations per calibration point, paid once; 64 for exact rules by default."),
     ] = None,
     beta: Annotated[float, typer.Option(help="Monte Carlo budget of RSCP+.")] = 0.001,
-    holdout: Annotated[int | None, typer.Option(help="Points set aside for tuning; a tenth, at most 500, by default.")] = None,
+    holdout: Annotated[
+        int | None, typer.Option(help="Points set aside for tuning; a tenth, at most 500, by default.")
+    ] = None,
     randomize: Annotated[bool, typer.Option("--randomize", help="Let exact rules randomise their boundary.")] = False,
-    classes: Annotated[int | None, typer.Option(help="Outputs of a built-in model; as many as the data have by default.")] = None,
+    classes: Annotated[
+        int | None, typer.Option(help="Outputs of a built-in model; as many as the data have by default.")
+    ] = None,
     class_names: Annotated[
         str | None, typer.Option(help="Names separated by commas, or a text file with one per line.")
     ] = None,
@@ -104,7 +109,9 @@ def calibrate(
         randomize=randomize, class_names=names, seed=seed, batch_size=batch_size, device=device,
         autocast=getattr(torch, autocast) if autocast else None, channels_last=channels_last, compile=compile_,
     )  # fmt: skip
-    predictor.provenance.update(model=_place(model), data=points.name if part is None else f"{points.name}, part {part}")
+    predictor.provenance.update(
+        model=_place(model), data=points.name if part is None else f"{points.name}, part {part}"
+    )
     sizes = _estimate(predictor, points)
     predictor.save(save)
     levels = [
@@ -124,7 +131,10 @@ def calibrate(
         out.print(f"estimated size  {size}, on {min(ESTIMATED, len(points))} of these inputs\n", highlight=False)
     out.print(f"predictor       {save}", highlight=False, soft_wrap=True)
     if predictor.model_fingerprint is None:
-        out.print("                the model has no fingerprint: another one in its place would not be noticed", highlight=False)
+        out.print(
+            "                the model has no fingerprint: another one in its place would not be noticed",
+            highlight=False,
+        )
     given = f"--model {model}" + (f" --weights {weights}" if weights else "")
     given += f" --model-output {model_output}" if model_output != "logits" else ""
     for command in (f"predict {save} {given} --data NEW", f"report {save} {given} --data LABELLED",
@@ -151,7 +161,9 @@ def _estimate(predictor: Predictor, points: Inputs) -> dict[tuple[float, float],
     import torch
 
     some = torch.randperm(len(points), generator=torch.Generator().manual_seed(0))[:ESTIMATED]
-    return {level: float(sets.size.double().mean()) for level, sets in predictor.predict_all(points.images[some]).items()}
+    return {
+        level: float(sets.size.double().mean()) for level, sets in predictor.predict_all(points.images[some]).items()
+    }
 
 
 @app.command()
@@ -199,7 +211,10 @@ def predict(
         "empty": int((sets.size == 0).sum()), "guarantee": sets.guarantee.to_dict(), "coverage": None,
         "out": None if to is None else str(to),
     }  # fmt: skip
-    lines = [str(sets.guarantee), f"{len(sets)} sets, mean size {summary['mean_size']:.2f}, {summary['trivial']} trivial"]
+    lines = [
+        str(sets.guarantee),
+        f"{len(sets)} sets, mean size {summary['mean_size']:.2f}, {summary['trivial']} trivial",
+    ]
     if inputs.labels is not None:
         coverage = sets.evaluate(inputs.labels).coverage
         summary["coverage"] = coverage.__dict__

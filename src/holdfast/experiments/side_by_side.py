@@ -77,9 +77,7 @@ def run_audit(request: AuditRequest, say: Callable[[str], None] = print) -> Audi
     )  # fmt: skip
 
 
-def _attacks(
-    request: AuditRequest, predictors: dict[str, Predictor], classes: int
-) -> dict[str, str | CustomAttack]:
+def _attacks(request: AuditRequest, predictors: dict[str, Predictor], classes: int) -> dict[str, str | CustomAttack]:
     """The attacks asked for by name, and the one transferred from a surrogate."""
     names = request.attacks
     if names is None:
