@@ -221,8 +221,13 @@ def test_the_range_is_that_of_everything_seen() -> None:
     for part in parts[1:]:
         found = found.union(InputRange.of(part))
     assert found == InputRange((1, 2, 2), float(parts.min()), float(parts.max()))
-    with pytest.raises(InputError, match=r"images of one shape, got \[1, 2, 2\] and \[1, 3, 3\]"):
-        found.union(InputRange((1, 3, 3), 0.0, 1.0))
+    assert str(SEEN) == "[1, 2, 2] in [0, 1]"
+    any_shape = SEEN.union(InputRange((1, 3, 3), 0.0, 1.0))  # a network may take images of any size
+    assert any_shape == SEEN.union(any_shape) == InputRange(None, 0.0, 1.0)
+    assert str(any_shape) == "several shapes in [0, 1]"
+    any_shape.check(torch.rand(2, 1, 7, 7), 0.0)
+    with pytest.raises(InputError, match="same units"):
+        any_shape.check(255 * torch.ones(2, 1, 7, 7), 0.0)
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 2, 3), (3, 2, 2), (3, 4), (1, 2, 2)])

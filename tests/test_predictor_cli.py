@@ -19,10 +19,11 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
 from holdfast import plots
+from holdfast.__main__ import main as holdfast_main
 from holdfast.artifact import load, read
 from holdfast.conformal import Guarantee
 from holdfast.datasets import digits
-from holdfast.errors import InputError
+from holdfast.errors import HoldfastWarning, InputError
 from holdfast.models import SmallCNN
 from holdfast.predictor_page import EXAMPLES, MOST_CLASSES, predictor_page
 from holdfast.set_rows import set_rows, write_rows
@@ -518,6 +519,17 @@ def test_show_refuses_what_was_altered(saved: Path, capsys: pytest.CaptureFixtur
     saved.write_bytes(content[:-1])
     assert "not a complete safetensors file" in refused(capsys, "show", saved)
     assert "no predictor at" in refused(capsys, "show", tmp_path / "nothing")
+
+
+def test_warnings_are_one_line_too(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["holdfast", "show", str(saved), "--json"])
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    assert holdfast_main() == 0
+    capsys.readouterr()
+    warnings.showwarning(HoldfastWarning("be careful"), HoldfastWarning, "some/file.py", 3)
+    assert capsys.readouterr().err == "warning: be careful\n"
 
 
 # -- report ------------------------------------------------------------------------------------------------------------

@@ -219,8 +219,7 @@ def load(
     with _malformed(path):
         numerics, names = manifest["numerics"], manifest["class_names"]
         autocast = None if numerics["autocast"] is None else _AUTOCAST[numerics["autocast"]]
-        seen = manifest["inputs"]
-        inputs = None if seen is None else InputRange(tuple(seen["shape"]), float(seen["low"]), float(seen["high"]))
+        inputs = None if manifest["inputs"] is None else InputRange.from_dict(manifest["inputs"])
         smoother = Smoother(
             model, manifest["sigma"], batch_size=batch_size, device=device, autocast=autocast,
             channels_last=numerics["channels_last"], compile=numerics["compile"], progress=progress,

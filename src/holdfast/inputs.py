@@ -44,7 +44,7 @@ class InputRange:
         holdfast.errors.InputError: the predictor was calibrated on values in [0..., 0...], got values in ...
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None  # None where images of several shapes were seen
     low: float
     high: float
 
@@ -52,22 +52,28 @@ class InputRange:
     def of(cls, images: Tensor) -> InputRange:
         return cls(tuple(images.shape[1:]), float(images.min()), float(images.max()))
 
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> InputRange:
+        shape = None if saved["shape"] is None else tuple(saved["shape"])
+        return cls(shape, float(saved["low"]), float(saved["high"]))
+
     def union(self, other: InputRange) -> InputRange:
-        if self.shape != other.shape:
-            raise InputError(
-                f"expected images of one shape, got {list(self.shape)} and {list(other.shape)}; resize them"
-            )
-        return InputRange(self.shape, min(self.low, other.low), max(self.high, other.high))
+        shape = self.shape if self.shape == other.shape else None
+        return InputRange(shape, min(self.low, other.low), max(self.high, other.high))
+
+    def __str__(self) -> str:
+        shape = "several shapes" if self.shape is None else str(list(self.shape))
+        return f"{shape} in [{self.low:.3g}, {self.high:.3g}]"
 
     def check(self, images: Any, epsilon: float) -> None:
         """Refuse inputs of another shape, and images in other units: twice their own span away, attack included."""
         images = torch.as_tensor(images)
-        if tuple(images.shape[1:]) != self.shape:
+        if self.shape not in (None, tuple(images.shape[1:])):
             raise InputError(
-                f"the predictor was calibrated on inputs [n, {', '.join(map(str, self.shape))}], got "
+                f"the predictor was calibrated on inputs [n, {', '.join(map(str, self.shape or ()))}], got "
                 f"[{', '.join(map(str, images.shape))}]"
             )
-        if len(self.shape) < 2 or not images.is_floating_point() or images.numel() == 0:
+        if images.ndim < 3 or not images.is_floating_point() or images.numel() == 0:
             return  # features may have outliers; what is not float is refused elsewhere
         low, high = float(images.min()), float(images.max())
         reach = 2 * max(1.0, self.high - self.low) + epsilon
@@ -85,7 +91,7 @@ class _Watched:
         self.data, self.look = data, look
 
     def __iter__(self) -> Iterator[Any]:
-        for raw in _raw_batches(self.data, 1024):
+        for raw in _raw_batches(self.data, 256):
             self.look(_pair(raw)[0])
             yield raw
 

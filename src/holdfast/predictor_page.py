@@ -37,13 +37,13 @@ def predictor_page(predictor: Predictor, sets: PredictionSets, images: Tensor, l
 
 def facts(predictor: Predictor) -> dict[str, str]:
     """Everything known about a predictor's origin, as text."""
-    promise, seen = predictor.guarantee, predictor.inputs
+    promise = predictor.guarantee
     known: dict[str, Any] = {
         "method": f"{promise.method}, score {promise.score}, transform {promise.transform}",
         "calibration points": promise.n,
         "holdout": predictor.holdout_size,
         "classes": predictor.classes,
-        "inputs": "unknown" if seen is None else f"{list(seen.shape)} in [{seen.low:.3g}, {seen.high:.3g}]",
+        "inputs": "unknown" if predictor.inputs is None else predictor.inputs,
         "numerics": ", ".join(f"{key} {value}" for key, value in predictor.smoother.numerics.items()),
         "model fingerprint": predictor.model_fingerprint or "none",
         **predictor.provenance,

@@ -154,9 +154,9 @@ def load_inputs(spec: str, folder: str | Path | None = None, part: str | None = 
 
 def _arrays(path: str, labelled: bool) -> tuple[Tensor, Tensor | None]:
     if not labelled and "labels" not in names_in(path):
-        return check_images(read_arrays(path, "images")[0]).float(), None
+        return check_images(read_arrays(path, "images")[0], first=False).float(), None
     images, labels = read_arrays(path, "images", "labels")
-    return check_images(images).float(), check_labels(labels, len(images), 2**31)
+    return check_images(images, first=False).float(), check_labels(labels, len(images), 2**31)
 
 
 def take_part(data: Labelled, part: str | None) -> Labelled:

@@ -287,6 +287,7 @@ def show(saved: Saved, as_json: Json = False) -> None:
     Needs no model: every threshold is computed again from the scores in the file.
     """
     from holdfast.artifact import promises, read
+    from holdfast.inputs import InputRange
     from holdfast.smoothing import fingerprint
 
     manifest, tensors = read(saved)
@@ -312,9 +313,10 @@ def show(saved: Saved, as_json: Json = False) -> None:
     for assumption in manifest["levels"][0]["guarantee"]["assumptions"]:
         out.print(f"  {assumption}", highlight=False, soft_wrap=True)
     names, seen = manifest["class_names"], manifest["inputs"]
+    more = ", ..." if names and len(names) > 20 else ""
     known = {
-        "classes": f"{manifest['classes']}" + (f": {', '.join(names)}" if names else ""),
-        "inputs": "unknown" if seen is None else f"{seen['shape']} in [{seen['low']:.3g}, {seen['high']:.3g}]",
+        "classes": f"{manifest['classes']}" + (f": {', '.join(names[:20])}" if names else "") + more,
+        "inputs": "unknown" if seen is None else str(InputRange.from_dict(seen)),
         "calibration": f"{len(tensors['calibration'])} points, holdout {manifest['holdout_size']}",
         "numerics": ", ".join(f"{key} {value}" for key, value in manifest["numerics"].items()),
         "fingerprint": manifest["model_fingerprint"] or "none: another model in its place would not be noticed",
