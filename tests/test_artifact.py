@@ -268,6 +268,133 @@ def test_every_single_bit_of_the_keys_matters(saved: Path, model: nn.Module, pre
                 load(saved, model)
 
 
+# A file small enough to try every byte of it.
+TINY: dict[str, Any] = {
+    "epsilon": 0.03,
+    "sigma": 0.1,
+    "draws": 1,
+    "calibration_draws": 1,
+    "method": "rcp1",
+    "alpha": 0.3,
+    "seed": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Predictor, bytes]:
+    predictor = calibrate(nearest(), toy(20, seed=1), **TINY, class_names=list("abcd"))
+    path = tmp_path_factory.mktemp("tiny") / "p.safetensors"
+    predictor.save(path)
+    return predictor, path.read_bytes()
+
+
+def test_every_byte_of_a_file_counts(tiny: tuple[Predictor, bytes], tmp_path: Path, model: nn.Module) -> None:
+    """Every byte flipped in one bit, every bit in turn: refused, or the very same predictor (white space of the header)."""
+    predictor, content = tiny
+    path, survivors = tmp_path / "p.safetensors", []
+    for place in range(len(content)):
+        altered = bytearray(content)
+        altered[place] ^= 1 << (place % 8)
+        path.write_bytes(bytes(altered))
+        try:
+            loaded = load(path, model)
+        except InputError:
+            continue
+        survivors.append(place)
+        assert same(predictor, loaded)
+    header = 8 + int.from_bytes(content[:8], "little")
+    assert all(chr(content[place]).isspace() and place < header for place in survivors)
+
+
+def test_every_truncation_and_extension_is_refused(
+    tiny: tuple[Predictor, bytes], tmp_path: Path, model: nn.Module
+) -> None:
+    _, content = tiny
+    path = tmp_path / "p.safetensors"
+    for size in range(len(content)):
+        path.write_bytes(content[:size])
+        refused("not a complete safetensors file", path, model)
+    for more in (b"\x00", b" ", b"{}", b"\x00" * 64, content):
+        path.write_bytes(content + more)
+        refused("not a complete safetensors file", path, model)
+        path.write_bytes(more + content)
+        refused("not a complete safetensors file", path, model)
+
+
+def test_bytes_removed_or_swapped_inside_are_refused(
+    tiny: tuple[Predictor, bytes], tmp_path: Path, model: nn.Module
+) -> None:
+    """Also with the length of the header corrected, so that only its content is wrong."""
+    predictor, content = tiny
+    path = tmp_path / "p.safetensors"
+    size = int.from_bytes(content[:8], "little")
+    for place in range(8, 8 + size, 3):
+        for altered, header in (
+            (content[8:place] + content[place + 1 :], size - 1),
+            (content[8:place] + bytes([content[place]]) + content[place:], size + 1),
+        ):
+            path.write_bytes(header.to_bytes(8, "little") + altered)
+            try:
+                loaded = load(path, model)
+            except InputError:
+                continue
+            assert same(predictor, loaded)
+
+
+NONSENSE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    **{f"no-{key}": lambda m, key=key: m.pop(key) for key in (
+        "classes", "class_names", "sigma", "numerics", "score", "model_fingerprint", "holdout_size", "inputs", "provenance",
+        "levels", "checksums",
+    )},
+    "method": lambda m: m["levels"][0].update(method="magic"),
+    "setting": lambda m: m["levels"][0]["setting"].update(unknown=1),
+    "no-setting": lambda m: m["levels"][0].pop("setting"),
+    "parameters": lambda m: m["levels"][0]["parameters"].update(unknown=1),
+    "threshold": lambda m: m["levels"][0].update(threshold="high"),
+    "transform": lambda m: m["levels"][0].update(transform="ptt"),  # and there is no holdout
+    "levels-type": lambda m: m.update(levels=3),
+    "checksums-type": lambda m: m.update(checksums=3),
+    "score": lambda m: m["score"].update(name="magic"),
+    "score-type": lambda m: m.update(score=None),
+    "autocast": lambda m: m["numerics"].update(autocast="load"),
+    "inputs-type": lambda m: m.update(inputs=3),
+    "inputs-shape": lambda m: m["inputs"].pop("shape"),
+    "sigma-negative": lambda m: m.update(sigma=-1.0),
+    "draws": lambda m: m["levels"][0]["setting"].update(calibration_draws=99),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(NONSENSE))
+def test_a_signed_manifest_that_makes_no_sense_is_refused(case: str, saved: Path, model: nn.Module) -> None:
+    """An error in one line, whoever wrote the file."""
+    rewrite(saved, NONSENSE[case])
+    refused(".", saved, model)
+
+
+@pytest.mark.parametrize("text", ["3", "[]", '"x"', "null", "{", "", "[" * 3000])
+def test_a_signed_manifest_that_is_no_object_is_refused(text: str, saved: Path, model: nn.Module) -> None:
+    with safe_open(saved, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file(tensors, saved, {"holdfast": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+    refused(r"makes no sense|has format None", saved, model)
+
+
+def test_inputs_and_origin_are_remembered(predictor: Predictor, saved: Path, model: nn.Module, tmp_path: Path) -> None:
+    loaded = load(saved, model)
+    assert loaded.inputs == predictor.inputs
+    assert loaded.inputs is not None
+    assert loaded.inputs.shape == (1, 4, 4)
+    assert (loaded.inputs.low, loaded.inputs.high) == (
+        min(float(CAL[0].min()), float(HELD[0].min())),
+        max(float(CAL[0].max()), float(HELD[0].max())),
+    )
+    assert set(loaded.provenance) == {"created", "holdfast", "torch"}
+    assert loaded.provenance == predictor.provenance
+    loaded.provenance["note"] = "mine"
+    loaded.save(tmp_path / "noted.safetensors")
+    assert load(tmp_path / "noted.safetensors", model).provenance["note"] == "mine"
+
+
 def test_another_format_is_refused(saved: Path, model: nn.Module) -> None:
     rewrite(saved, lambda manifest: manifest.update(format=2))
     refused("has format 2, this version reads 1; calibrate again", saved, model)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor, nn
 
-from holdfast.attacks import NoisyModel, mean_softmax, pgd
+from holdfast.attacks import NoisyModel, mean_softmax, pgd, transfer
 from holdfast.audit import VIOLATION, Audit, audit, judge
 from holdfast.calibration import calibrate
 from holdfast.errors import InputError
@@ -272,7 +272,7 @@ def test_a_cheating_attack_is_refused(cheat: Any, match: str, predictors: dict[s
         (TEST[0], {}, "expected labelled data"),
         ((TEST[0], TEST[1] + 9), {}, "labels between 0 and 3"),
         ((TEST[0], TEST[1].float()), {}, "integer class labels"),
-        (TEST, {"attacks": ["magic"]}, "attacks among softmax and margin, or functions by name, got 'magic'"),
+        (TEST, {"attacks": ["magic"]}, "attacks among softmax, margin, random, or functions by name, got 'magic'"),
         (TEST, {"radii": [-0.1]}, "epsilon >= 0"),
         (TEST, {"steps": 0}, "steps >= 1"),
         ((TEST[0][:0], TEST[1][:0]), {}, "at least one image"),
@@ -288,3 +288,23 @@ def test_bad_requests_are_refused(
 def test_nothing_to_audit_is_refused() -> None:
     with pytest.raises(InputError, match="at least one predictor"):
         audit({}, TEST)
+
+
+def test_a_black_box_is_audited_by_queries_or_through_a_surrogate(model: nn.Module) -> None:
+    """The same classifier with and without gradients: the search finds less, the surrogate as much as its own gradients."""
+
+    def box(images: Tensor) -> Tensor:
+        return model(images).detach()
+
+    options: dict[str, Any] = {"epsilon": EPSILON, "sigma": SIGMA, "method": "rcp1", "seed": 1, "fingerprint": "box-1"}
+    hidden, plain = calibrate(box, CAL, **options), calibrate(model, CAL, **options)
+    with pytest.raises(InputError, match="no gradients"):
+        audit(hidden, TEST, **TINY)
+    attacks: dict[str, Any] = {"blind": "random", "through": transfer(model, SIGMA, TINY["draws"], steps=8, seed=5)}
+    found = audit(hidden, TEST, attacks=attacks, radii=[1.0], **TINY)
+    assert [row.attack for row in found.rows] == ["none", "blind", "through"]
+    clean, blind, through = (row.coverage["mean"] for row in found.rows)
+    assert through < blind < clean
+    own = audit(plain, TEST, attacks=["softmax"], radii=[1.0], **TINY)
+    assert abs(own.rows[1].coverage["mean"] - through) < 0.05
+    assert audit(hidden, TEST, attacks=["random"], **TINY).rows[1].verdict == "consistent"

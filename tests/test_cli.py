@@ -355,6 +355,9 @@ def test_audit_of_a_saved_predictor(toy_file: Path, tmp_path: Path, capsys: pyte
         (["--method", "rcp1", "--radius", "-1"], "epsilon >= 0"),
         (["--method", "rcp1", "--images", "0"], "at least one image"),
         (["--method", "rcp1", "--attack-draws", "0"], "draw"),
+        (["--method", "rcp1", "--attack", "magic"], "attacks among softmax, margin, random"),
+        (["--method", "rcp1", "--surrogate", "magic"], "an .onnx or .pt2 file"),
+        (["--part", "9"], "a part k/m"),
     ],
 )
 def test_bad_audits_are_refused(

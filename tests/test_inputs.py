@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, TensorDataset
 
 from holdfast.errors import HoldfastWarning, InputError
-from holdfast.inputs import Batch, batches, check_images, in_memory, length, take
+from holdfast.inputs import Batch, InputRange, batches, check_images, in_memory, length, take, watched
 
 N = 11
 IMAGES = torch.rand(N, 1, 3, 2, generator=torch.Generator().manual_seed(0))
@@ -220,3 +221,67 @@ def test_pixels_in_range_and_attacked_ones_are_not() -> None:
     """Warnings are errors here: [0, 1] is fine, and so is an image that an attack or its noise has moved a little."""
     for images in (IMAGES, IMAGES - 0.7, IMAGES + 0.7, torch.zeros(2, 3), torch.ones(2, 3)):
         assert torch.equal(check_images(images), images)
+
+
+def test_vectors_are_in_their_owners_units() -> None:
+    """Neither 0-255 nor normalised means anything for features."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in batches(torch.randn(20, 5) * 300):
+            assert len(batch) == 20
+
+
+# -- what calibration saw ----------------------------------------------------------------------------------------------
+
+SEEN = InputRange((1, 2, 2), 0.0, 1.0)
+
+
+def test_the_range_is_that_of_everything_seen() -> None:
+    parts = torch.rand(4, 3, 1, 2, 2)
+    found = InputRange.of(parts[0])
+    for part in parts[1:]:
+        found = found.union(InputRange.of(part))
+    assert found == InputRange((1, 2, 2), float(parts.min()), float(parts.max()))
+    assert str(SEEN) == "[1, 2, 2] in [0, 1]"
+    any_shape = SEEN.union(InputRange((1, 3, 3), 0.0, 1.0))  # a network may take images of any size
+    assert any_shape == SEEN.union(any_shape) == InputRange(None, 0.0, 1.0)
+    assert str(any_shape) == "several shapes in [0, 1]"
+    any_shape.check(torch.rand(2, 1, 7, 7), 0.0)
+    with pytest.raises(InputError, match="same units"):
+        any_shape.check(255 * torch.ones(2, 1, 7, 7), 0.0)
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 2, 3), (3, 2, 2), (3, 4), (1, 2, 2)])
+def test_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match=r"calibrated on inputs \[n, 1, 2, 2\], got \["):
+        SEEN.check(torch.rand(shape), 0.5)
+
+
+def test_other_units_are_refused_and_attacks_are_not() -> None:
+    images = torch.rand(3, 1, 2, 2)
+    for fine in (images, images - 2.4, images + 2.4, images.half(), images.numpy()):
+        SEEN.check(fine, epsilon=0.5)
+    for wrong in (255 * images + 4, images - 3.6, images + 3.6):
+        with pytest.raises(InputError, match=r"calibrated on values in \[0, 1\], got values in .*same units"):
+            SEEN.check(wrong, epsilon=0.5)
+    InputRange((4,), 0.0, 1.0).check(1000 * torch.randn(3, 4), 0.0)  # features have outliers
+    SEEN.check(torch.full((3, 1, 2, 2), 200), 0.0)  # integers are refused where their type is
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array", "pair", "list", "dataset", "loader", "generator"])
+def test_whoever_looks_sees_every_image_first(kind: str) -> None:
+    images, labels = torch.rand(9, 1, 2, 2), torch.arange(9)
+    dataset = TensorDataset(images, labels)
+    data: dict[str, Any] = {
+        "tensor": images, "array": images.numpy(), "pair": (images, labels), "list": [images[:4], images[4:]],
+        "dataset": dataset, "loader": DataLoader(dataset, batch_size=4), "generator": (part for part in images.split(4)),
+    }  # fmt: skip
+    seen: list[Tensor] = []
+    shown = watched(data[kind], lambda batch: seen.append(torch.as_tensor(batch)))
+    if kind not in ("generator",):
+        assert length(shown) == 9
+    count = 0
+    for batch in batches(shown):
+        count += len(batch)
+        assert sum(len(part) for part in seen) >= count  # looked at before it is used
+    assert torch.equal(torch.cat(seen), images)

@@ -287,7 +287,10 @@ def test_flags_are_restored_when_reading_stops_early_or_the_model_fails() -> Non
             next(chunks)
         assert not any(flags(model))
     assert flags(model) == before
-    with pytest.warns(HoldfastWarning, match="train mode"), pytest.raises(RuntimeError):
+    with (
+        pytest.warns(HoldfastWarning, match="train mode"),
+        pytest.raises(InputError, match=r"fails on inputs \[4, 7, 4, 4\]"),
+    ):
         Smoother(model, 0.2).logits(torch.zeros(2, 7, 4, 4), 2, Stream(0, "test"))
     assert flags(model) == before
 
@@ -423,6 +426,19 @@ def test_the_fingerprint_does_not_see_layout_mode_or_gradients() -> None:
     assert fingerprint(model.to(memory_format=torch.channels_last)) == original
     assert fingerprint(model.eval().requires_grad_(False)) == original
     assert not model[0].weight.is_contiguous()
+
+
+def test_a_model_may_bring_its_own_fingerprint() -> None:
+    """As adapters do with the SHA-256 of their file; what is no string is not one."""
+
+    class Named(nn.Linear):
+        fingerprint = "file-1"
+
+    assert fingerprint(Named(2, 2)) == "file-1"
+    function = Recorder()
+    for own, expected in (("mine", "mine"), (3, None), (None, None), (lambda: "mine", None)):
+        function.fingerprint = own  # type: ignore[attr-defined]
+        assert fingerprint(function) == expected
 
 
 def test_a_callable_has_no_fingerprint() -> None:

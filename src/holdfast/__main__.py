@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import sys
+import warnings
+
+
+def _one_line(message: Warning | str, *_: object, **__: object) -> None:
+    sys.stderr.write(f"warning: {message}\n")
 
 
 def main() -> int:
@@ -14,6 +19,7 @@ def main() -> int:
             raise
         sys.stderr.write("error: the command line needs typer and rich: pip install 'holdfast[cli]'\n")
         return 2
+    warnings.showwarning = _one_line  # where in the code a warning arose helps nobody here
     return run()
 
 

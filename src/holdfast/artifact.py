@@ -7,13 +7,14 @@ loading, and every threshold is computed again from the scores and compared.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import secrets
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from holdfast.draws import Draws
 from holdfast.errors import HoldfastWarning, InputError
+from holdfast.inputs import InputRange
 from holdfast.methods import METHODS, Setting
 from holdfast.predictor import Calibrated, Level, Predictor
 from holdfast.progress import Report
@@ -34,6 +36,11 @@ from holdfast.smoothing import fingerprint as fingerprint_of
 from holdfast.transforms import PTT
 
 FORMAT = 1
+_KEYS = (
+    "classes", "class_names", "sigma", "numerics", "score", "model_fingerprint", "holdout_size", "inputs", "provenance",
+    "levels",
+)  # fmt: skip
+_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def _digest(tensor: Tensor) -> str:
@@ -50,16 +57,21 @@ def make_folder(path: Path) -> Path:
     return path
 
 
+def check_place(path: Path) -> None:
+    """Say why a file cannot be written there, before any work is done for it."""
+    if not path.parent.is_dir():
+        raise InputError(f"no folder {path.parent} to write {path.name} into; create it first")
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give the name of a file")
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write beside the target, then rename: a reader sees the old file or the new one, never half of one.
 
     The content is on the disk before it gets its name, so that holds after a power failure too. Temporary names are
     random: writers in several processes or on several machines do not meet.
     """
-    if not path.parent.is_dir():
-        raise InputError(f"no folder {path.parent} to write {path.name} into; create it first")
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; give the name of a file")
+    check_place(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         temporary.write_bytes(content)
@@ -84,6 +96,8 @@ def save(predictor: Predictor, path: str | Path) -> None:
         "score": predictor.score.config(),
         "model_fingerprint": predictor.model_fingerprint,
         "holdout_size": predictor.holdout_size,
+        "inputs": None if predictor.inputs is None else asdict(predictor.inputs),
+        "provenance": predictor.provenance,
         "levels": [
             {
                 "method": calibrated.rule.name,
@@ -118,16 +132,59 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     text = metadata["holdfast"]
     if hashlib.sha256(text.encode()).hexdigest() != metadata.get("sha256"):
         raise InputError(f"the manifest of {path} does not match its checksum: the file was altered; save it again")
-    manifest = json.loads(text)
-    if manifest.get("format") != FORMAT:
-        raise InputError(f"{path} has format {manifest.get('format')}, this version reads {FORMAT}; calibrate again")
+    with _malformed(path):
+        manifest = json.loads(text)
+        version = manifest.get("format")
+    if version != FORMAT:
+        raise InputError(f"{path} has format {version}, this version reads {FORMAT}; calibrate again")
     found = {name: _digest(tensor) for name, tensor in tensors.items()}
-    if found != manifest["checksums"]:
-        differ = sorted(set(found.items()) ^ set(manifest["checksums"].items()))
+    with _malformed(path):
+        expected = dict(manifest["checksums"])
+        absent = [name for name in _KEYS if name not in manifest]
+    if absent:
+        raise InputError(f"the manifest of {path} lacks {absent[0]!r}; save the predictor again")
+    if found != expected:
+        differ = sorted(set(found) ^ set(expected)) or sorted(name for name in found if found[name] != expected[name])
         raise InputError(
-            f"{path}: tensor {differ[0][0]!r} does not match its checksum: the file was altered; save it again"
+            f"{path}: tensor {differ[0]!r} does not match its checksum: the file was altered; save it again"
         )
     return manifest, tensors
+
+
+@contextlib.contextmanager
+def _malformed(path: str | Path) -> Iterator[None]:
+    """A manifest whose checksum is right and whose content makes no sense was not written by this library."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise InputError(f"the manifest of {path} makes no sense ({reason}); save the predictor again") from None
+
+
+def promises(path: str | Path, manifest: dict[str, Any], tensors: dict[str, Tensor]) -> dict[Level, Calibrated]:
+    """The rules of a checked file, each threshold and guarantee derived again and compared with what it states."""
+    levels: dict[Level, Calibrated] = {}
+    with _malformed(path):
+        for entry in manifest["levels"]:
+            parameters = {
+                key: tuple(value) if isinstance(value, list) else value for key, value in entry["parameters"].items()
+            }
+            rule = METHODS[entry["method"]](setting=Setting(**entry["setting"]), **parameters)
+            scores = tensors["calibration"]
+            if entry["transform"] == "ptt":
+                scores = PTT(tensors["holdout"], b=1 - rule.setting.alpha)(scores)
+            threshold = rule.threshold(rule.calibration_statistic(Draws(scores).first(rule.calibration_draws)))
+            saved = float(entry["threshold"])
+            if not (threshold == saved or math.isclose(threshold, saved, rel_tol=1e-12)):
+                raise InputError(
+                    f"{path}: the threshold {saved} does not follow from the calibration scores ({threshold})"
+                )
+            if rule.guarantee(manifest["score"]["name"], entry["transform"]).to_dict() != entry["guarantee"]:
+                raise InputError(f"{path}: the guarantee it states is not the one its rule gives; calibrate again")
+            levels[rule.setting.alpha, rule.setting.epsilon] = Calibrated(rule, entry["transform"], saved)
+    return levels
 
 
 def _score(config: dict[str, Any], given: str | Score | Callable[..., Tensor] | None) -> Score:
@@ -165,13 +222,21 @@ def load(
         batch_size, device, progress: see :class:`Smoother`; numerics are restored from the file.
     """
     manifest, tensors = read(path)
-    numerics = manifest["numerics"]
-    autocast = None if numerics["autocast"] is None else getattr(torch, numerics["autocast"])
-    smoother = Smoother(
-        model, manifest["sigma"], batch_size=batch_size, device=device, autocast=autocast,
-        channels_last=numerics["channels_last"], compile=numerics["compile"], progress=progress,
-    )  # fmt: skip
-    expected, found = manifest["model_fingerprint"], fingerprint or fingerprint_of(model)
+    levels = promises(path, manifest, tensors)
+    with _malformed(path):
+        numerics, names = manifest["numerics"], manifest["class_names"]
+        autocast = None if numerics["autocast"] is None else _AUTOCAST[numerics["autocast"]]
+        inputs = None if manifest["inputs"] is None else InputRange.from_dict(manifest["inputs"])
+        smoother = Smoother(
+            model, manifest["sigma"], batch_size=batch_size, device=device, autocast=autocast,
+            channels_last=numerics["channels_last"], compile=numerics["compile"], progress=progress,
+        )  # fmt: skip
+        loaded = Predictor(
+            smoother, _score(manifest["score"], score), levels, tensors["calibration"], tensors.get("holdout"),
+            manifest["classes"], None if names is None else tuple(names), manifest["model_fingerprint"],
+            manifest["holdout_size"], inputs, manifest["provenance"],
+        )  # fmt: skip
+    expected, found = loaded.model_fingerprint, fingerprint or fingerprint_of(model)
     if expected is None or found is None:
         warnings.warn(
             "the model cannot be compared with the one calibrated: it has no fingerprint. Give a callable one with "
@@ -183,24 +248,4 @@ def load(
             f"the model differs from the one calibrated: fingerprint {found[:12]}, expected {expected[:12]}; load the weights "
             "that were calibrated (or give the fingerprint= string of calibration), or calibrate again"
         )
-    levels: dict[Level, Calibrated] = {}
-    for entry in manifest["levels"]:
-        parameters = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in entry["parameters"].items()
-        }
-        rule = METHODS[entry["method"]](setting=Setting(**entry["setting"]), **parameters)
-        scores = tensors["calibration"]
-        if entry["transform"] == "ptt":
-            scores = PTT(tensors["holdout"], b=1 - rule.setting.alpha)(scores)
-        threshold = rule.threshold(rule.calibration_statistic(Draws(scores).first(rule.calibration_draws)))
-        saved = float(entry["threshold"])
-        if not (threshold == saved or math.isclose(threshold, saved, rel_tol=1e-12)):
-            raise InputError(f"{path}: the threshold {saved} does not follow from the calibration scores ({threshold})")
-        if rule.guarantee(manifest["score"]["name"], entry["transform"]).to_dict() != entry["guarantee"]:
-            raise InputError(f"{path}: the guarantee it states is not the one its rule gives; calibrate again")
-        levels[rule.setting.alpha, rule.setting.epsilon] = Calibrated(rule, entry["transform"], saved)
-    names = manifest["class_names"]
-    return Predictor(
-        smoother, _score(manifest["score"], score), levels, tensors["calibration"], tensors.get("holdout"),
-        manifest["classes"], None if names is None else tuple(names), expected, manifest["holdout_size"],
-    )  # fmt: skip
+    return loaded

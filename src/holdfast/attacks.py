@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -165,6 +166,13 @@ def margin_loss(predictor: Predictor, stream: Stream) -> Loss:
     return CountMargin(predictor, stream) if isinstance(rule, CountRule) else SmoothedScore(predictor, stream)
 
 
+NO_GRADIENTS = (
+    "gradient attacks need a model that PyTorch can differentiate, and this one gives no gradients (an ONNX file, an "
+    "estimator, a remote service ...). What remains: a search by queries alone, attacks=['random'] (--attack random); "
+    "images crafted on a similar PyTorch model, attacks={'transfer': holdfast.attacks.transfer(surrogate, sigma)} "
+    "(--surrogate MODEL); or an attack of your own"
+)
+
 # -- the loop ----------------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +195,7 @@ def pgd(
     device: torch.device | str | None = None,
     seed: int = 0,
     progress: bool | Report = True,
+    gradients: bool = True,
 ) -> Float[Tensor, "n ..."]:
     r"""Projected gradient ascent in the L2 ball: adversarial images, on the CPU.
 
@@ -207,6 +216,7 @@ def pgd(
         goal: stop working on an image once its loss exceeds this.
         rows: network evaluations held in memory at once.
         seed: of the random starts.
+        gradients: False takes random directions instead, around the best point so far: see :func:`random_search`.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
@@ -221,7 +231,8 @@ def pgd(
     if len(labels) != len(images):
         raise InputError(f"expected one label per image, got {len(images)} images and {len(labels)} labels")
     norm = norm or L2()
-    step_size = 2 * epsilon / steps if step_size is None else step_size
+    if step_size is None:
+        step_size = 2 * epsilon / steps if gradients else epsilon / 2
     parameter = next(noisy.model.parameters(), None) if isinstance(noisy.model, torch.nn.Module) else None
     device = (
         torch.device(device)
@@ -261,6 +272,7 @@ def pgd(
                     goal,
                     best,
                     peak,
+                    None if gradients else generator,
                 )
             out[part] = _within(x, best, epsilon).cpu()
             bar.advance(len(x))
@@ -270,9 +282,12 @@ def pgd(
 def _climb(
     noisy: NoisyModel, loss: Loss, norm: L2, x: Tensor, y: Tensor, ids: Tensor, noise: Tensor | None, delta: Tensor,
     epsilon: float, step_size: float, steps: int, clip: tuple[float, float] | None, goal: float | None,
-    best: Tensor, peak: Tensor,
+    best: Tensor, peak: Tensor, blind: torch.Generator | None,
 ) -> None:  # fmt: skip
-    """One ascent; ``best`` and ``peak`` keep the highest point of every image, across restarts."""
+    """One ascent; ``best`` and ``peak`` keep the highest point of every image, across restarts.
+
+    ``blind`` draws the directions of a search without gradients.
+    """
     active = torch.arange(len(x), device=x.device)
     for step in range(steps + 1):
         if goal is not None:
@@ -280,14 +295,21 @@ def _climb(
             active, delta = active[keep], delta[keep]
             if len(active) == 0:
                 return
-        here = (x[active] + delta).requires_grad_(step < steps)
+        needs_gradient = step < steps and blind is None
+        here = (x[active] + delta).requires_grad_(needs_gradient)
         own_noise = None if noise is None else noise if len(active) == len(x) else noise[active]
-        with torch.set_grad_enabled(step < steps):
+        with torch.set_grad_enabled(needs_gradient):
             value = loss(noisy.logits(here, own_noise), y[active], ids[active])
         better = value.detach() > peak[active]
         peak[active] = torch.where(better, value.detach(), peak[active])
         best[active[better]] = here.detach()[better]
-        if step < steps:
+        if step < steps and blind is not None:
+            around = torch.randn(delta.shape, generator=blind, device=delta.device)
+            delta = norm.project(best[active] - x[active] + step_size * norm.direction(around), epsilon)
+            delta = _inside(x[active], delta, clip)
+        elif step < steps:
+            if not value.requires_grad:
+                raise InputError(NO_GRADIENTS)
             # Scaled against underflow in float16, where the mean over draws divides every row's gradient; what overflows
             # nevertheless is dropped. Only the direction counts.
             (gradient,) = torch.autograd.grad(8 * noisy.rows * value.sum(), here)
@@ -345,3 +367,36 @@ def smooth_adv(
 def plain_pgd(model: Classifier, images: Tensor, labels: Tensor, epsilon: float, **options: object) -> Tensor:
     """PGD on the classifier as it is, without noise: the attack on vanilla conformal prediction."""
     return pgd(NoisyModel(model, 0.0, 1, Stream(0, "attack")), images, labels, epsilon, **options)  # type: ignore[arg-type]
+
+
+def random_search(
+    noisy: NoisyModel, images: Tensor, labels: Tensor, epsilon: float, *, steps: int = 100, **options: object
+) -> Tensor:
+    """An attack without gradients, for models that are black boxes: queries alone, ``steps`` of them per image and draw.
+
+    Each step tries a random direction from the best point so far and keeps it if the loss rises. It is far weaker than
+    gradients: coverage that survives it has survived little. ``options`` go to :func:`pgd`.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 2)
+        >>> x, y = torch.zeros(3, 2), torch.tensor([0, 1, 0])
+        >>> noisy = NoisyModel(lambda x: model(x).detach(), 0.0, 1, Stream(0, "attack"))
+        >>> moved = (random_search(noisy, x, y, epsilon=0.5) - x).norm(dim=1)
+        >>> bool((moved <= 0.5).all() and (moved > 0.4).all())
+        True
+    """
+    return pgd(noisy, images, labels, epsilon, steps=steps, gradients=False, **options)  # type: ignore[arg-type]
+
+
+def transfer(
+    surrogate: Classifier, sigma: float, draws: int = 32, **options: Any
+) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """An attack on a black box through a model with gradients that resembles it: for ``audit(..., attacks={...})``.
+
+    Images are crafted by :func:`smooth_adv` against ``surrogate``; ``options`` go to :func:`pgd`.
+    """
+
+    def attack(images: Tensor, labels: Tensor, epsilon: float) -> Tensor:
+        return smooth_adv(surrogate, images, labels, epsilon, sigma, draws, **options)
+
+    return attack

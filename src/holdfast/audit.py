@@ -19,6 +19,7 @@ from holdfast.progress import Report
 from holdfast.sets import PredictionSets
 
 VIOLATION = 0.001
+ATTACKS = ("softmax", "margin", "random")
 
 CustomAttack = Callable[[Tensor, Tensor, float], Tensor]
 
@@ -101,7 +102,7 @@ def audit(
     predictors: Predictor | Mapping[str, Predictor],
     data: Any,
     *,
-    attacks: Sequence[str] | Mapping[str, CustomAttack] = ("softmax", "margin"),
+    attacks: Sequence[str] | Mapping[str, str | CustomAttack] = ("softmax", "margin"),
     radii: Sequence[float] | None = None,
     steps: int = 20,
     draws: int = 32,
@@ -117,8 +118,9 @@ def audit(
         predictors: one predictor, or several by name.
         data: labelled test images, disjoint from calibration.
         attacks: ``softmax`` (SmoothAdv, the paper's; plain PGD where sigma is 0) and ``margin`` (the predictor's own
-            rule: the smoothed score, or the count margin). Or your own, by name: functions
-            ``(images, labels, epsilon) -> attacked images``, for instance around another attack library.
+            rule: the smoothed score, or the count margin); ``random``, the same by queries alone, for models without
+            gradients. Or your own, by name: functions ``(images, labels, epsilon) -> attacked images``, for instance
+            around another attack library or :func:`holdfast.attacks.transfer`.
         radii: L2 radii; by default each predictor's own epsilon.
         steps, draws, restarts, clip, rows: of the attack, see :func:`holdfast.attacks.pgd`.
         seed: reproducible attack and defence noise, in separate streams; operating-system entropy by default.
@@ -126,6 +128,10 @@ def audit(
     named = {predictors.guarantee.method: predictors} if isinstance(predictors, Predictor) else dict(predictors)
     if not named:
         raise InputError("expected at least one predictor to audit")
+    wanted = dict(attacks) if isinstance(attacks, Mapping) else {attack: attack for attack in attacks}
+    unknown = [attack for attack in wanted.values() if isinstance(attack, str) and attack not in ATTACKS]
+    if unknown:
+        raise InputError(f"expected attacks among {', '.join(ATTACKS)}, or functions by name, got {unknown[0]!r}")
     parts = list(batches(data, labelled=True))
     images = torch.cat([part.images for part in parts]).float()
     labels = torch.cat([part.labels for part in parts if part.labels is not None])
@@ -146,8 +152,8 @@ def audit(
             if key not in shared:
                 shared[key] = pgd(noisy, images, labels, radius, loss=mean_softmax, device=smoother.device, **options)
             return shared[key]
-        loss = margin_loss(predictor, stream)
-        return pgd(noisy, images, labels, radius, loss=loss, device=smoother.device, **options)
+        loss, gradients = margin_loss(predictor, stream), attack == "margin"
+        return pgd(noisy, images, labels, radius, loss=loss, device=smoother.device, gradients=gradients, **options)
 
     def record(name: str, predictor: Predictor, attack: str, radius: float, inputs: Tensor) -> None:
         level = next(iter(predictor.levels))
@@ -169,13 +175,11 @@ def audit(
         for radius in radii if radii is not None else [next(iter(predictor.levels))[1]]:
             if radius == 0:
                 continue
-            for attack in attacks:
-                if isinstance(attacks, Mapping):
-                    inputs = _checked(attacks[attack](images, labels, radius), images, radius, attack)
-                elif attack in ("softmax", "margin"):
-                    inputs = craft(predictor, attack, radius)
+            for attack, function in wanted.items():
+                if not isinstance(function, str):
+                    inputs = _checked(function(images, labels, radius), images, radius, attack)
                 else:
-                    raise InputError(f"expected attacks among softmax and margin, or functions by name, got {attack!r}")
+                    inputs = craft(predictor, function, radius)
                 record(name, predictor, attack, radius, inputs)
     return Audit(tuple(found), images, labels, attacked, sets)
 

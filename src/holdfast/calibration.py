@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import importlib.metadata
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from torch import Tensor
 from holdfast.conformal import Guarantee
 from holdfast.draws import Draws
 from holdfast.errors import HoldfastWarning, InputError
-from holdfast.inputs import Batch, batches, in_memory, length
+from holdfast.inputs import Batch, InputRange, batches, in_memory, length
 from holdfast.methods import Method, Setting, get_method
 from holdfast.methods.exact import Exact, ExactAsymmetric
 from holdfast.metrics import check_labels
@@ -275,6 +277,7 @@ class _Collected:
     calibration: Draws | None
     classes: int
     accuracy: float
+    inputs: InputRange | None
 
     @property
     def first_draws(self) -> Tensor:
@@ -287,7 +290,7 @@ class _Collected:
         ptt = PTT(self.first_draws, b=1 - alpha)
         held = Holdout(Draws(ptt(self.holdout.draws.values)), self.holdout.labels)
         calibration = None if self.calibration is None else Draws(ptt(self.calibration.values))
-        return _Collected(held, calibration, self.classes, self.accuracy)
+        return _Collected(held, calibration, self.classes, self.accuracy, self.inputs)
 
 
 def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, only_holdout: bool = False) -> _Collected:
@@ -298,11 +301,15 @@ def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, on
     kept: dict[str, list[Tensor]] = {"holdout": [], "calibration": []}
     labels: list[Tensor] = []
     classes, right, seen = 0, 0.0, 0
+    inputs: InputRange | None = None
     source = (("holdout", b) for b in parts.holdout_batches()) if only_holdout else parts.all_batches()
     bar = Bar("smoothing", None if only_holdout else length(parts.data), smoother.progress)
     with evaluation_mode(smoother.model), bar:
         for role, batch in _small(source, smoother, draws):
+            inputs = InputRange.of(batch.images) if inputs is None else inputs.union(InputRange.of(batch.images))
             logits = smoother.logits(batch.images, draws[role], streams[role], batch.ids)
+            if seen == 0:
+                _warn_of_probabilities(logits)
             assert batch.labels is not None
             y = check_labels(batch.labels, len(batch), logits.shape[2]).to(logits.device)
             classes = logits.shape[2]
@@ -317,7 +324,16 @@ def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, on
             bar.advance(len(batch))
     holdout = Holdout(Draws(torch.cat(kept["holdout"])), torch.cat(labels)) if labels else None
     calibration = Draws(torch.cat(kept["calibration"])) if kept["calibration"] else None
-    return _Collected(holdout, calibration, classes, right / max(seen, 1))
+    return _Collected(holdout, calibration, classes, right / max(seen, 1), inputs)
+
+
+def _warn_of_probabilities(logits: Tensor) -> None:
+    if bool((logits >= 0).all()) and bool(((logits.sum(dim=-1) - 1).abs() < 1e-3).all()):
+        warnings.warn(
+            "the model seems to return probabilities where logits are expected, so its scores are squeezed together and sets "
+            "will be large; return logits, or the logarithm of the probabilities",
+            HoldfastWarning, stacklevel=4,
+        )  # fmt: skip
 
 
 def _small(
@@ -382,4 +398,16 @@ def _conformalize(
         class_names=None if class_names is None else tuple(class_names),
         model_fingerprint=fingerprint or model_fingerprint(smoother.model),
         holdout_size=0 if collected.holdout is None else len(collected.holdout),
+        inputs=collected.inputs,
+        provenance=_provenance(),
     )
+
+
+def _provenance() -> dict[str, str]:
+    """When and with what a predictor was made; whoever knows more adds to it."""
+    try:
+        version = importlib.metadata.version("holdfast")
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        version = "unknown"
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"created": created, "holdfast": version, "torch": str(torch.__version__)}

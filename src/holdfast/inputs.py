@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,87 @@ class Batch:
         return Batch(self.images[index], None if self.labels is None else self.labels[index], self.ids[index])
 
 
+@dataclass(frozen=True)
+class InputRange:
+    """Shape and range of the inputs that a predictor was calibrated on.
+
+    Example:
+        >>> seen = InputRange.of(torch.rand(5, 1, 2, 2)).union(InputRange.of(torch.rand(3, 1, 2, 2)))
+        >>> seen.shape
+        (1, 2, 2)
+        >>> seen.check(255 * torch.rand(5, 1, 2, 2), epsilon=0.5)
+        Traceback (most recent call last):
+        ...
+        holdfast.errors.InputError: the predictor was calibrated on values in [0..., 0...], got values in ...
+    """
+
+    shape: tuple[int, ...] | None  # None where images of several shapes were seen
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, images: Tensor) -> InputRange:
+        return cls(tuple(images.shape[1:]), float(images.min()), float(images.max()))
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> InputRange:
+        shape = None if saved["shape"] is None else tuple(saved["shape"])
+        return cls(shape, float(saved["low"]), float(saved["high"]))
+
+    def union(self, other: InputRange) -> InputRange:
+        shape = self.shape if self.shape == other.shape else None
+        return InputRange(shape, min(self.low, other.low), max(self.high, other.high))
+
+    def __str__(self) -> str:
+        shape = "several shapes" if self.shape is None else str(list(self.shape))
+        return f"{shape} in [{self.low:.3g}, {self.high:.3g}]"
+
+    def check(self, images: Any, epsilon: float) -> None:
+        """Refuse inputs of another shape, and images in other units: twice their own span away, attack included."""
+        images = torch.as_tensor(images)
+        if self.shape not in (None, tuple(images.shape[1:])):
+            raise InputError(
+                f"the predictor was calibrated on inputs [n, {', '.join(map(str, self.shape or ()))}], got "
+                f"[{', '.join(map(str, images.shape))}]"
+            )
+        if images.ndim < 3 or not images.is_floating_point() or images.numel() == 0:
+            return  # features may have outliers; what is not float is refused elsewhere
+        low, high = float(images.min()), float(images.max())
+        reach = 2 * max(1.0, self.high - self.low) + epsilon
+        if low < self.low - reach or high > self.high + reach:
+            raise InputError(
+                f"the predictor was calibrated on values in [{self.low:.3g}, {self.high:.3g}], got values in [{low:.3g}, "
+                f"{high:.3g}]; bring the images to the same units"
+            )
+
+
+class _Watched:
+    """Batches that somebody looks at before they are used."""
+
+    def __init__(self, data: Any, look: Callable[[Any], None]) -> None:
+        self.data, self.look = data, look
+
+    def __iter__(self) -> Iterator[Any]:
+        for raw in _raw_batches(self.data, 256):
+            self.look(_pair(raw)[0])
+            yield raw
+
+
+def watched(data: Any, look: Callable[[Any], None]) -> Any:
+    """The same data; ``look`` is called with the images of every batch before anything else sees them."""
+    if isinstance(data, Tensor | np.ndarray):
+        look(data)
+    elif _is_pair(data):
+        look(data[0])
+    else:
+        return _Watched(data, look)
+    return data
+
+
 def length(data: Any) -> int | None:
     """How many examples there are, where that is known before reading them."""
+    if isinstance(data, _Watched):
+        return length(data.data)
     if isinstance(data, DataLoader):
         return _loader_length(data)
     if _is_pair(data):
@@ -127,7 +206,10 @@ def batches(data: Any, ids: Any = None, size: int = 256, labelled: bool = False)
 
 
 def check_images(images: Any, first: bool = True) -> Tensor:
-    """Float images without NaN; on the first batch, a warning where the pixel range makes epsilon meaningless."""
+    """Float images without NaN; on the first batch, a warning where the pixel range makes epsilon meaningless.
+
+    Vectors [n, features] are not pixels: their units are their owner's, so their range is not judged.
+    """
     images = torch.as_tensor(images)
     if images.ndim < 2:
         raise InputError(f"expected images [n, ...], got shape {tuple(images.shape)}; add a batch dimension")
@@ -139,7 +221,7 @@ def check_images(images: Any, first: bool = True) -> Tensor:
     if not images.isfinite().all():
         bad = int((~images.isfinite()).flatten(1).any(dim=1).nonzero()[0, 0])
         raise InputError(f"images contain NaN or infinity, first in image {bad} of the batch; clean the data first")
-    if first and images.numel():
+    if first and images.ndim > 2 and images.numel():
         low, high = float(images.min()), float(images.max())
         if high > 8:
             warnings.warn(

@@ -142,13 +142,57 @@ def examples(clean: Tensor, attacked: Tensor, captions: Sequence[tuple[str, str]
     for column in range(count):
         for row, (image, caption) in enumerate(zip((clean[column], attacked[column]), captions[column], strict=True)):
             axis = axes[row][column]
-            pixels = image.clamp(0, 1).permute(1, 2, 0).numpy()
-            axis.imshow(pixels[..., 0] if pixels.shape[2] == 1 else pixels, cmap="gray_r", vmin=0, vmax=1)
-            axis.set(xticks=[], yticks=[])
-            axis.grid(False)
+            _show(axis, image)
             axis.set_xlabel(caption, fontsize=8)
         axes[0][column].set_title(titles[column], fontsize=9)
     axes[0][0].set_ylabel("clean")
     axes[1][0].set_ylabel("attacked")
     figure.tight_layout()
     return figure
+
+
+def size_histogram(counts: Sequence[int]) -> Any:
+    """How many sets have each size, from 0 labels to all."""
+    figure, axis = _pyplot().subplots(figsize=(7.2, 2.6))
+    bars = axis.bar(range(len(counts)), counts, color=CERTIFIED, alpha=0.85)
+    if len(counts) <= 21:
+        axis.bar_label(bars, labels=[str(count) if count else "" for count in counts], fontsize=8, padding=2)
+        axis.set_xticks(range(len(counts)))
+    axis.set(xlabel="labels in the set", ylabel="sets")
+    figure.tight_layout()
+    return figure
+
+
+def coverage_by_class(names: Sequence[str], shares: Sequence[tuple[float, float, float]], alpha: float) -> Any:
+    """Coverage of each true class as (mean, low, high), with the promised average."""
+    figure, axis = _pyplot().subplots(figsize=(7.2, 0.28 * len(names) + 1.0))
+    for position, (mean, low, high) in enumerate(reversed(shares)):
+        axis.plot([low, high], [position, position], color=CERTIFIED, lw=2, alpha=0.5)
+        axis.plot([mean], [position], "o", color=CERTIFIED, ms=5)
+    axis.axvline(1 - alpha, color="#222", lw=1, ls=":")
+    axis.set(xlabel="coverage", xlim=(min(low for _, low, _ in shares) - 0.02, 1.01), yticks=range(len(names)),
+             yticklabels=list(reversed(names)))  # fmt: skip
+    figure.tight_layout()
+    return figure
+
+
+def gallery(images: Tensor, captions: Sequence[str], titles: Sequence[str], columns: int = 6) -> Any:
+    """Images [n, 1 or 3, height, width] in rows, each with a title and its set below."""
+    rows = -(-len(images) // columns)
+    figure, axes = _pyplot().subplots(rows, columns, figsize=(1.5 * columns, 2.2 * rows), squeeze=False)
+    for axis in axes.flat:
+        axis.axis("off")
+    for axis, image, caption, title in zip(axes.flat, images, captions, titles, strict=False):
+        _show(axis, image)
+        axis.axis("on")
+        axis.set_xlabel(caption, fontsize=7)
+        axis.set_title(title, fontsize=8)
+    figure.tight_layout()
+    return figure
+
+
+def _show(axis: Any, image: Tensor) -> None:
+    pixels = image.clamp(0, 1).permute(1, 2, 0).numpy()
+    axis.imshow(pixels[..., 0] if pixels.shape[2] == 1 else pixels, cmap="gray_r", vmin=0, vmax=1)
+    axis.set(xticks=[], yticks=[])
+    axis.grid(False)

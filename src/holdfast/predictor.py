@@ -13,6 +13,7 @@ from torch import Tensor
 from holdfast.conformal import Guarantee
 from holdfast.draws import Draws
 from holdfast.errors import InputError
+from holdfast.inputs import InputRange, watched
 from holdfast.methods import Method
 from holdfast.noise import Stream, fresh_seed
 from holdfast.scores import Score
@@ -67,11 +68,14 @@ class Predictor:
         class_names: tuple[str, ...] | None = None,
         model_fingerprint: str | None = None,
         holdout_size: int = 0,
+        inputs: InputRange | None = None,
+        provenance: dict[str, Any] | None = None,
     ) -> None:
         self.smoother, self.score, self.levels = smoother, score, levels
         self.calibration, self.holdout = calibration, holdout
         self.classes, self.class_names = classes, class_names
         self.model_fingerprint, self.holdout_size = model_fingerprint, holdout_size
+        self.inputs, self.provenance = inputs, provenance or {}
         self._ptt: dict[tuple[float, str], PTT] = {}
 
     @property
@@ -156,6 +160,9 @@ class Predictor:
         stream = Stream(fresh_seed() if seed is None else seed, "test")
         draws = max(self.levels[level].rule.test_draws for level in wanted)
         masks: dict[Level, list[Tensor]] = {level: [] for level in wanted}
+        if self.inputs is not None:
+            expected, largest = self.inputs, max(epsilon for _, epsilon in self.levels)
+            images = watched(images, lambda batch: expected.check(batch, largest))
         for batch, logits in self.smoother.stream(images, draws, stream, ids):
             for level, mask in self.decide(logits, batch.ids, stream, wanted).items():
                 masks[level].append(mask.cpu())

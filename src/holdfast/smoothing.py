@@ -51,6 +51,8 @@ def evaluation_mode(model: Classifier) -> Iterator[None]:
 def fingerprint(model: Classifier | str | Path) -> str | None:
     """SHA-256 of a module's state dict (names, dtypes, shapes and bytes) or of a model file. None for a plain callable.
 
+    A model with a string attribute ``fingerprint`` is identified by that: adapters give the SHA-256 of their file.
+
     Example:
         >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
         >>> fingerprint(a) == fingerprint(a), fingerprint(a) == fingerprint(b)
@@ -58,6 +60,9 @@ def fingerprint(model: Classifier | str | Path) -> str | None:
     """
     if isinstance(model, str | Path):
         return hashlib.sha256(Path(model).read_bytes()).hexdigest()
+    own = getattr(model, "fingerprint", None)
+    if isinstance(own, str):
+        return own
     if not isinstance(model, nn.Module):
         return None
     digest = hashlib.sha256()
@@ -242,8 +247,14 @@ class Smoother:
     def _run(self, inputs: Tensor) -> Tensor:
         if self.channels_last and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(self.device.type, self.autocast) if self.autocast else contextlib.nullcontext():
-            out = self._forward(inputs)
+        try:
+            with torch.autocast(self.device.type, self.autocast) if self.autocast else contextlib.nullcontext():
+                out = self._forward(inputs)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # what torch raises where shapes, types or devices do not fit
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise InputError(f"the model fails on inputs {list(inputs.shape)}: {reason}") from error
         if not isinstance(out, Tensor) or out.ndim != 2 or len(out) != len(inputs):
             found = f"{tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             raise InputError(f"expected the model to return logits [{len(inputs)}, classes], got {found}")

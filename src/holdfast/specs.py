@@ -5,17 +5,22 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from holdfast.adapters import ExportedClassifier, OnnxClassifier, from_predict_proba
+from holdfast.artifact import load, read
 from holdfast.datasets import Labelled, cifar, digits, idx, image_folder
 from holdfast.errors import InputError
-from holdfast.logits_file import read_arrays
+from holdfast.inputs import check_images
+from holdfast.logits_file import names_in, read_arrays
 from holdfast.metrics import check_labels
 from holdfast.models import CifarResNet, ResNet50, SmallCNN, find_weights, load_head, load_weights
+from holdfast.predictor import Predictor
 from holdfast.smoothing import Classifier
 
 MODELS: dict[str, Callable[[int], nn.Module]] = {
@@ -34,33 +39,75 @@ def load_model(
     weights: str | Path | None = None,
     classes: int = 10,
     device: str | None = None,
+    output: str = "logits",
     head: str | Path | None = None,
 ) -> Classifier:
-    """A model by name, with weights and a conformally trained head over them, or ``package.module:function``: a function
-    without arguments that returns one.
+    """A model by name, an ``.onnx`` or ``.pt2`` file, or ``package.module:function``.
+
+    A model by name takes weights, and a conformally trained ``head`` over them. The function takes no arguments and
+    returns images -> logits, or an object with ``predict_proba``. ``output`` says what an ONNX file returns, logits or
+    probabilities.
 
     Example:
         >>> type(load_model("torch.nn:Identity")).__name__
         'Identity'
     """
+    suffix = Path(spec).suffix.lower()
+    if output != "logits" and suffix != ".onnx":
+        raise InputError(f"{output} are for ONNX files; let your function return the logarithm of its probabilities")
     if spec in MODELS:
         model = MODELS[spec](classes)
         model = load_weights(model, weights) if weights is not None else model
         model = load_head(model, find_weights(head)) if head is not None else model
         return model.to(device) if device else model
+    if weights is not None or head is not None:
+        raise InputError("weights are for built-in models; a file holds its own, and a function loads its own")
+    if suffix == ".onnx":
+        return OnnxClassifier(spec, output=output, device=device)
+    if suffix == ".pt2":
+        return ExportedClassifier(spec, device=device)
+    if suffix in _OTHER_FILES:
+        raise InputError(f"{spec}: {_OTHER_FILES[suffix]}")
+    return _from_function(spec, device)
+
+
+_ARCHITECTURE = "weights alone are no model: give --model NAME --weights FILE, or a function that builds and loads it"
+_PICKLE = "pickles run code when they are opened, so they are not: give package.module:function, which opens its own"
+_OTHER_FILES = {
+    ".safetensors": _ARCHITECTURE, ".pt": _ARCHITECTURE, ".pth": _ARCHITECTURE, ".ckpt": _ARCHITECTURE,
+    ".bin": _ARCHITECTURE, ".pkl": _PICKLE, ".pickle": _PICKLE, ".joblib": _PICKLE,
+}  # fmt: skip
+
+
+def _from_function(spec: str, device: str | None) -> Classifier:
     match = re.fullmatch(r"([\w.]+):(\w+)", spec)
     if not match:
-        raise InputError(f"expected a model among {', '.join(MODELS)} or package.module:function, got {spec!r}")
-    if weights is not None or head is not None:
-        raise InputError("weights are for built-in models; let your function load its own")
+        raise InputError(
+            f"expected a model among {', '.join(MODELS)}, an .onnx or .pt2 file or package.module:function, got {spec!r}"
+        )
     try:
         factory = getattr(importlib.import_module(match[1]), match[2])
     except (ImportError, AttributeError) as error:
         raise InputError(f"cannot find {spec!r}: {error}; is it on PYTHONPATH?") from None
     made: Any = factory()
+    if isinstance(made, nn.Module):
+        return made.to(device) if device else made
+    if hasattr(made, "predict_proba"):
+        return from_predict_proba(made)
     if not callable(made):
-        raise InputError(f"{spec} must return a model, a callable images -> logits; it returned {type(made).__name__}")
-    return cast(Classifier, made.to(device) if device and isinstance(made, nn.Module) else made)
+        raise InputError(
+            f"{spec} must return a model, a callable images -> logits; it returned {type(made).__name__}, which has no "
+            "predict_proba either"
+        )
+    return cast(Classifier, made)
+
+
+def load_predictor(
+    path: str | Path, model: str, weights: str | Path | None = None, device: str | None = None, output: str = "logits"
+) -> Predictor:
+    """A saved predictor with its model, which is named as for :func:`load_model`."""
+    classes = read(path)[0]["classes"]
+    return load(path, load_model(model, weights, classes, device, output), device=device)
 
 
 def load_parts(spec: str, folder: str | Path | None = None, seed: int = 0) -> tuple[Labelled, Labelled]:
@@ -75,7 +122,8 @@ def load_parts(spec: str, folder: str | Path | None = None, seed: int = 0) -> tu
 
 
 def load_data(spec: str, folder: str | Path | None = None, part: str = "test") -> Labelled:
-    """Data by name (the test part unless asked otherwise), a folder of class folders, or a safetensors or npz file of ``images`` [n, c, h, w] and ``labels`` [n].
+    """Data by name (the test part unless asked otherwise), a folder of class folders, or a safetensors or npz file of
+    ``images`` [n, c, h, w] and ``labels`` [n].
 
     Image files smaller than 224 pixels are taken as they are, and must then have one size; larger ones as ImageNet's.
     """
@@ -100,3 +148,62 @@ def load_data(spec: str, folder: str | Path | None = None, part: str = "test") -
     classes = int(torch.as_tensor(labels).max()) + 1 if len(labels) else 0
     labels = check_labels(labels, len(images), max(classes, 1))
     return Labelled(Path(spec).stem, images.float(), labels, tuple(f"class {k}" for k in range(classes)))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a prediction needs of data: inputs, their row numbers in the data, and labels and names where there are any."""
+
+    name: str
+    images: Tensor
+    rows: Tensor
+    labels: Tensor | None = None
+    class_names: tuple[str, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+def load_inputs(spec: str, folder: str | Path | None = None, part: str | None = None, labelled: bool = False) -> Inputs:
+    """Data as :func:`load_data` reads them; files may lack ``labels``, and hold vectors [n, features] instead of images.
+
+    ``part`` is ``k/m``: the k-th of m random disjoint parts, the same on every run.
+    """
+    if Path(spec).suffix in (".npz", ".safetensors"):
+        images, labels, class_names, name = *_arrays(spec, labelled), None, Path(spec).stem
+    else:
+        data = load_data(spec, folder)
+        images, labels, class_names, name = data.images, data.labels, data.class_names, data.name
+    rows = part_rows(len(images), part)
+    return Inputs(name, images[rows], rows, None if labels is None else labels[rows], class_names)
+
+
+def _arrays(path: str, labelled: bool) -> tuple[Tensor, Tensor | None]:
+    if not labelled and "labels" not in names_in(path):
+        return check_images(read_arrays(path, "images")[0], first=False).float(), None
+    images, labels = read_arrays(path, "images", "labels")
+    return check_images(images, first=False).float(), check_labels(labels, len(images), 2**31)
+
+
+def take_part(data: Labelled, part: str | None) -> Labelled:
+    """``k/m``: the k-th of m random disjoint parts of a dataset; everything where no part is named."""
+    return data[part_rows(len(data), part)]
+
+
+def part_rows(n: int, part: str | None) -> Tensor:
+    """Row numbers of part ``k/m`` of n rows, in ascending order.
+
+    Example:
+        >>> sorted(part_rows(5, "1/2").tolist() + part_rows(5, "2/2").tolist())
+        [0, 1, 2, 3, 4]
+    """
+    if part is None:
+        return torch.arange(n)
+    match = re.fullmatch(r"(\d+)/(\d+)", part)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise InputError(f"expected a part k/m with 1 <= k <= m, for instance 1/2 for the first half, got {part!r}")
+    if int(match[2]) > n:
+        raise InputError(f"cannot make {match[2]} parts of {n} rows")
+    # Files are often sorted by class: parts are drawn at random, the same on every run.
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+    return order.tensor_split(int(match[2]))[int(match[1]) - 1].sort().values

@@ -12,12 +12,19 @@ from rich.progress import Progress
 
 from holdfast.cli.console import (
     Alpha,
+    DataDir,
+    DataSpec,
+    Device,
     Epsilon,
     Json,
+    ModelOutput,
+    ModelSpec,
+    Part,
     ScoreName,
     Seed,
     Sigma,
     TransformName,
+    Weights,
     app,
     err,
     out,
@@ -193,22 +200,12 @@ def evaluate(
 
 @app.command()
 def audit(
-    model: Annotated[
-        str, typer.Option(help="`small-cnn`, `cifar-resnet20/56/110`, or `package.module:function`.")
-    ] = "small-cnn",
-    weights: Annotated[
-        Path | None, typer.Option(help="Checkpoint of a built-in model (safetensors, or torch weights).")
-    ] = None,
-    data: Annotated[
-        str,
-        typer.Option(
-            help="`digits`, `cifar10`, `cifar100`, `mnist`, `fashion-mnist`, a folder of class folders, or a file with `images` "
-            "and `labels`."
-        ),
-    ] = "digits",
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of official files, as `holdfast data` writes it.")
-    ] = None,
+    model: ModelSpec = "small-cnn",
+    weights: Weights = None,
+    model_output: ModelOutput = "logits",
+    data: DataSpec = "digits",
+    data_dir: DataDir = None,
+    part: Part = None,
     predictor: Annotated[
         Path | None, typer.Option(help="Audit this saved predictor on the data, instead of calibrating.")
     ] = None,
@@ -228,14 +225,27 @@ def audit(
     restarts: Annotated[int, typer.Option(help="Attack restarts; all but the first start at random.")] = 1,
     clip: Annotated[bool, typer.Option(help="Keep attacked pixels in [0, 1].")] = False,
     folder: Annotated[Path | None, typer.Option("--out", help="Write an HTML report and JSON there.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; the model's own by default.")] = None,
+    attack: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="`softmax`, `margin` (both by default) or `random`, which needs no gradients; repeat for more."
+        ),
+    ] = None,
+    surrogate: Annotated[
+        str | None, typer.Option(help="Transfer attacks from this PyTorch model, for a model without gradients.")
+    ] = None,
+    surrogate_weights: Annotated[
+        Path | None, typer.Option(help="Its checkpoint, where it is a built-in model.")
+    ] = None,
+    device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Attack predictors and compare what they promise with what is observed.
 
     Calibrates the methods side by side on part of the data and attacks them all on the rest, with SmoothAdv and with an
-    attack on each method's own rule. With no options it trains a small network on digits and audits that.
+    attack on each method's own rule. With no options it trains a small network on digits and audits that. A model without
+    gradients (ONNX, scikit-learn) is attacked with `--attack random` or through a `--surrogate`.
     """
     from holdfast.experiments.side_by_side import AuditRequest, run_audit, write_audit
 
@@ -244,7 +254,8 @@ def audit(
         model=model, weights=weights, data=data, data_dir=data_dir, predictor=predictor, sigma=sigma, epsilon=epsilon,
         alpha=alpha, methods=tuple(method or ("cp", "rscp", "rscp_plus_hoeffding", "rcp1", "auto")), score=score, draws=draws,
         mean_draws=mean_draws, images=images, radii=tuple(radius) if radius else None, steps=steps, attack_draws=attack_draws,
-        restarts=restarts, clip=clip, device=device, seed=seed,
+        restarts=restarts, clip=clip, attacks=tuple(attack) if attack else None, surrogate=surrogate,
+        surrogate_weights=surrogate_weights, part=part, output=model_output, device=device, seed=seed,
     )  # fmt: skip
     with err.status("starting") as status:
         result = run_audit(request, say=lambda text: status.update(text) if err.is_terminal else err.print(text))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -30,6 +31,30 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 Alpha = Annotated[float, typer.Option(help="Miscoverage: 0.1 promises that 90 % of sets hold the truth.")]
 Epsilon = Annotated[float, typer.Option(help="L2 radius of the attack, in pixel units (images in [0, 1]).")]
 Sigma = Annotated[float, typer.Option(help="Standard deviation of the Gaussian noise, in pixel units.")]
+ModelSpec = Annotated[
+    str,
+    typer.Option(
+        help="A built-in model (`small-cnn`, `cifar-resnet20/56/110`) with `--weights`, an `.onnx` or `.pt2` file, or "
+        "`package.module:function`."
+    ),
+]
+Weights = Annotated[Path | None, typer.Option(help="Checkpoint of a built-in model (safetensors, or torch weights).")]
+ModelOutput = Annotated[Literal["logits", "probabilities"], typer.Option(help="What an ONNX file returns.")]
+DataSpec = Annotated[
+    str,
+    typer.Option(
+        help="`digits`, `cifar10`, `cifar100`, `mnist`, `fashion-mnist`, a folder of class folders, or a .npz or .safetensors "
+        "file with `images` and `labels`."
+    ),
+]
+DataDir = Annotated[Path | None, typer.Option(help="Folder of official files, as `holdfast data` writes it.")]
+Part = Annotated[
+    str | None, typer.Option(help="k/m: the k-th of m random disjoint parts of the data, the same on every run.")
+]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; the model's own by default.")]
+Secret = Annotated[
+    int | None, typer.Option(help="For experiments: a seed makes the noise guessable. Fresh entropy by default.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of splits, noise and training: the same seed gives the same numbers.")]
 
 

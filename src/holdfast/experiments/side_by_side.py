@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.artifact import load, make_folder, write_atomically
-from holdfast.audit import Audit
+from holdfast.artifact import load, make_folder, read, write_atomically
+from holdfast.attacks import transfer
+from holdfast.audit import Audit, CustomAttack
 from holdfast.audit import audit as attack_predictors
 from holdfast.calibration import calibrate
 from holdfast.datasets import Labelled
@@ -21,7 +22,7 @@ from holdfast.experiments.manifest import manifest
 from holdfast.methods import get_method
 from holdfast.predictor import Predictor
 from holdfast.smoothing import Classifier
-from holdfast.specs import load_data, load_model
+from holdfast.specs import load_data, load_model, take_part
 from holdfast.training import fit_under_noise
 
 
@@ -47,14 +48,20 @@ class AuditRequest:
     attack_draws: int = 32
     restarts: int = 1
     clip: bool = False
+    attacks: tuple[str, ...] | None = None  # softmax and margin, or the surrogate's alone where there is one
+    surrogate: str | None = None
+    surrogate_weights: Path | None = None
+    part: str | None = None
+    output: str = "logits"
     device: str | None = None
     seed: int = 0
 
 
 def run_audit(request: AuditRequest, say: Callable[[str], None] = print) -> Audit:
     """Calibrate and attack; ``say`` is told what happens."""
-    data = load_data(request.data, request.data_dir)
-    model = load_model(request.model, request.weights, len(data.class_names), request.device)
+    data = take_part(load_data(request.data, request.data_dir), request.part)
+    classes = len(data.class_names) if request.predictor is None else read(request.predictor)[0]["classes"]
+    model = load_model(request.model, request.weights, classes, request.device, request.output)
     if request.model == "small-cnn" and request.weights is None:
         model, data = _trained(request, data, say)
     if request.predictor is not None:
@@ -65,9 +72,25 @@ def run_audit(request: AuditRequest, say: Callable[[str], None] = print) -> Audi
     test = test[: request.images]
     say(f"attacking {len(test)} images, {request.steps} steps, {request.attack_draws} draws")
     return attack_predictors(
-        predictors, test.pair, radii=request.radii, steps=request.steps, draws=request.attack_draws, restarts=request.restarts,
+        predictors, test.pair, attacks=_attacks(request, predictors, classes), radii=request.radii, steps=request.steps, draws=request.attack_draws, restarts=request.restarts,
         clip=(0.0, 1.0) if request.clip else None, seed=request.seed + 2, progress=False,
     )  # fmt: skip
+
+
+def _attacks(request: AuditRequest, predictors: dict[str, Predictor], classes: int) -> dict[str, str | CustomAttack]:
+    """The attacks asked for by name, and the one transferred from a surrogate."""
+    names = request.attacks
+    if names is None:
+        names = ("softmax", "margin") if request.surrogate is None else ()
+    chosen: dict[str, str | CustomAttack] = {name: name for name in names}
+    if request.surrogate is not None:
+        surrogate = load_model(request.surrogate, request.surrogate_weights, classes, request.device)
+        sigma = max(predictor.smoother.sigma for predictor in predictors.values())
+        chosen["transfer"] = transfer(
+            surrogate, sigma, request.attack_draws, steps=request.steps, restarts=request.restarts,
+            clip=(0.0, 1.0) if request.clip else None, seed=request.seed + 2, progress=False,
+        )  # fmt: skip
+    return chosen
 
 
 def _trained(request: AuditRequest, data: Labelled, say: Callable[[str], None]) -> tuple[nn.Module, Labelled]:

@@ -1,0 +1,118 @@
+"""The SHA-256 of a fitted estimator: its class, parameters and everything it learnt, without pickling it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from typing import Any
+
+import numpy as np
+
+# They change how an estimator runs, not what it computes; a search tree counts its uses, and follows from the data beside.
+_SKIPPED = ("n_jobs", "verbose", "_sklearn_version", "_tree")
+# Code has no state that could be compared.
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, functools.partial, np.ufunc)
+
+
+def state_digest(value: Any) -> str | None:
+    """SHA-256 over a nested state of numbers, strings, arrays, containers and plain objects; None where that fails.
+
+    Objects are read as ``copy`` reads them, and nothing is pickled or run. The digest is the same in every process, and
+    changes with any value in the state.
+
+    Example:
+        >>> state_digest({"a": [1, 2.0]}) == state_digest({"a": [1, 2.0]}), state_digest([1]) == state_digest([1.0])
+        (True, False)
+        >>> state_digest(lambda: 0) is None
+        True
+    """
+    digest = _Digest()
+    try:
+        digest.add(value)
+    except (_UnknownError, RecursionError):
+        return None
+    return digest.hash.hexdigest()
+
+
+class _UnknownError(TypeError):
+    """A value that has no canonical bytes."""
+
+
+class _Digest:
+    def __init__(self) -> None:
+        self.hash = hashlib.sha256()
+        self.seen: dict[int, tuple[int, Any]] = {}  # keeps what it has seen alive, so that no id is used twice
+
+    def _write(self, kind: str, content: bytes = b"") -> None:
+        """Kind and length first, so that no two states give the same bytes."""
+        self.hash.update(f"{kind} {len(content)}\n".encode() + content)
+
+    def add(self, value: Any) -> None:
+        if isinstance(value, np.ndarray | np.generic):
+            self._array(np.asarray(value))
+            return
+        if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+            self._write(type(value).__name__, value if isinstance(value, bytes) else repr(value).encode())
+            return
+        if isinstance(value, type):
+            self._write("type", f"{value.__module__}.{value.__qualname__}".encode())
+            return
+        if id(value) in self.seen:
+            self._write("again", str(self.seen[id(value)][0]).encode())
+            return
+        self.seen[id(value)] = (len(self.seen), value)
+        if isinstance(value, list | tuple):
+            self._write(type(value).__name__, str(len(value)).encode())
+            for item in value:
+                self.add(item)
+        elif isinstance(value, set | frozenset):
+            self._set(value)
+        elif isinstance(value, dict):
+            self._write(type(value).__name__, str(len(value)).encode())
+            for key, item in value.items():
+                self.add(key)
+                self.add(item)
+        else:
+            self._object(value)
+
+    def _array(self, array: np.ndarray) -> None:
+        if array.dtype.names:  # a record's padding bytes hold anything
+            self._write("record", repr((array.dtype.names, array.shape)).encode())
+            for name in array.dtype.names:
+                self._array(array[name])
+        elif array.dtype.hasobject:
+            self._write("objects", repr(array.shape).encode())
+            self.add(array.ravel().tolist())
+        else:
+            self._write("array", repr((array.dtype.str, array.shape)).encode())
+            self._write("bytes", np.ascontiguousarray(array).tobytes())
+
+    def _set(self, value: set[Any] | frozenset[Any]) -> None:
+        digests = []
+        for item in value:
+            inner = state_digest(item)
+            if inner is None:
+                raise _UnknownError(type(item).__name__)
+            digests.append(inner)
+        self._write("set", "".join(sorted(digests)).encode())
+
+    def _object(self, value: Any) -> None:
+        """Through what an object gives to whoever copies it: how it is made, from what, and its state."""
+        if isinstance(value, _CODE):
+            raise _UnknownError(type(value).__name__)
+        try:
+            reduced = value.__reduce_ex__(4)
+        except TypeError as error:
+            raise _UnknownError(str(error)) from None
+        if not isinstance(reduced, tuple):  # the name of something, not its state
+            raise _UnknownError(type(value).__name__)
+        make: Any = reduced[0]
+        arguments, state, *items = (*reduced[1:], None, None, None)[:4]
+        self._write("object", f"{make.__module__}.{make.__qualname__}".encode())
+        self.add(arguments)
+        if isinstance(state, dict):
+            state = {key: item for key, item in sorted(state.items()) if key not in _SKIPPED}
+        self.add(state)
+        for item in items:
+            self.add(None if item is None else list(item))
