@@ -77,6 +77,7 @@ def save(predictor: Predictor, path: str | Path) -> None:
         "score": predictor.score.config(),
         "model_fingerprint": predictor.model_fingerprint,
         "holdout_size": predictor.holdout_size,
+        "image_shape": predictor.image_shape,
         "levels": [
             {
                 "method": calibrated.rule.name,
@@ -192,8 +193,9 @@ def load(
         if rule.guarantee(manifest["score"]["name"], entry["transform"]).to_dict() != entry["guarantee"]:
             raise InputError(f"{path}: the guarantee it states is not the one its rule gives; calibrate again")
         levels[rule.setting.alpha, rule.setting.epsilon] = Calibrated(rule, entry["transform"], saved)
-    names = manifest["class_names"]
+    names, shape = manifest["class_names"], manifest.get("image_shape")
     return Predictor(
         smoother, _score(manifest["score"], score), levels, tensors["calibration"], tensors.get("holdout"),
         manifest["classes"], None if names is None else tuple(names), expected, manifest["holdout_size"],
+        None if shape is None else tuple(shape),
     )  # fmt: skip

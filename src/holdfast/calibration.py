@@ -275,6 +275,7 @@ class _Collected:
     calibration: Draws | None
     classes: int
     accuracy: float
+    image_shape: tuple[int, ...]
 
     @property
     def first_draws(self) -> Tensor:
@@ -287,7 +288,7 @@ class _Collected:
         ptt = PTT(self.first_draws, b=1 - alpha)
         held = Holdout(Draws(ptt(self.holdout.draws.values)), self.holdout.labels)
         calibration = None if self.calibration is None else Draws(ptt(self.calibration.values))
-        return _Collected(held, calibration, self.classes, self.accuracy)
+        return _Collected(held, calibration, self.classes, self.accuracy, self.image_shape)
 
 
 def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, only_holdout: bool = False) -> _Collected:
@@ -297,7 +298,7 @@ def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, on
     kind = "order" if request.kind == "ptt" else request.kind
     kept: dict[str, list[Tensor]] = {"holdout": [], "calibration": []}
     labels: list[Tensor] = []
-    classes, right, seen = 0, 0.0, 0
+    classes, right, seen, shape = 0, 0.0, 0, ()
     source = (("holdout", b) for b in parts.holdout_batches()) if only_holdout else parts.all_batches()
     bar = Bar("smoothing", None if only_holdout else length(parts.data), smoother.progress)
     with evaluation_mode(smoother.model), bar:
@@ -305,7 +306,7 @@ def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, on
             logits = smoother.logits(batch.images, draws[role], streams[role], batch.ids)
             assert batch.labels is not None
             y = check_labels(batch.labels, len(batch), logits.shape[2]).to(logits.device)
-            classes = logits.shape[2]
+            classes, shape = logits.shape[2], tuple(batch.images.shape[1:])
             right += float((logits.argmax(dim=-1) == y[:, None]).double().mean(dim=1).sum())
             seen += len(batch)
             scores = noisy_scores(
@@ -317,7 +318,7 @@ def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, on
             bar.advance(len(batch))
     holdout = Holdout(Draws(torch.cat(kept["holdout"])), torch.cat(labels)) if labels else None
     calibration = Draws(torch.cat(kept["calibration"])) if kept["calibration"] else None
-    return _Collected(holdout, calibration, classes, right / max(seen, 1))
+    return _Collected(holdout, calibration, classes, right / max(seen, 1), shape)
 
 
 def _small(
@@ -382,4 +383,5 @@ def _conformalize(
         class_names=None if class_names is None else tuple(class_names),
         model_fingerprint=fingerprint or model_fingerprint(smoother.model),
         holdout_size=0 if collected.holdout is None else len(collected.holdout),
+        image_shape=collected.image_shape,
     )

@@ -67,11 +67,13 @@ class Predictor:
         class_names: tuple[str, ...] | None = None,
         model_fingerprint: str | None = None,
         holdout_size: int = 0,
+        image_shape: tuple[int, ...] | None = None,
     ) -> None:
         self.smoother, self.score, self.levels = smoother, score, levels
         self.calibration, self.holdout = calibration, holdout
         self.classes, self.class_names = classes, class_names
         self.model_fingerprint, self.holdout_size = model_fingerprint, holdout_size
+        self.image_shape = image_shape  # of the calibration images; files from before it was kept say None
         self._ptt: dict[tuple[float, str], PTT] = {}
 
     @property
