@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "holdfast"
 ORDER = (
     "errors", "bounds", "conformal", "draws", "scores", "transforms", "noise", "progress", "inputs", "metrics", "tuning",
     "methods", "sets", "smoothing", "predictor", "artifact", "calibration", "attacks", "audit", "models", "datasets",
-    "logits_file", "training", "specs", "plots", "report", "experiments", "cli",
+    "logits_file", "training", "specs", "plots", "report", "experiments", "serve", "cli",
 )  # fmt: skip
 EXCEPTIONS = {("predictor", "artifact")}  # Predictor.save, inside the function
 HEAVY = ("sklearn", "matplotlib", "typer", "rich", "jinja2", "pandas", "torchvision", "scipy.stats", "scipy.optimize")

@@ -9,12 +9,12 @@ from typing import Any
 import typer
 import typer.main
 
-from holdfast.cli import commands
+from holdfast.cli import commands, serve
 from holdfast.cli.console import app, err
 from holdfast.errors import InputError
 from holdfast.methods import METHODS
 
-__all__ = ["app", "commands", "every_command", "main"]
+__all__ = ["app", "commands", "every_command", "main", "serve"]
 
 
 def every_command() -> list[tuple[tuple[str, ...], Any]]:
