@@ -87,8 +87,8 @@ class Service:
         finally:
             self.metrics.queue(self.batcher.waiting)
         self.metrics.add("answered_total")
-        promise = self.predictor.guarantee_for(*query.level)
-        sets = [self._set(row.nonzero()[:, 0].tolist()) for row in masks]
+        sets = [self._set([k for k, kept in enumerate(row) if kept]) for row in masks.tolist()]
+        promise = self.reader.promises[query.level]
         self.metrics.sets([one["size"] for one in sets], promise.draws)
         return {"request_id": request.state.request_id, **_promise(promise), "sets": sets}
 
@@ -101,7 +101,7 @@ class Service:
         predictor, names = self.predictor, self.predictor.class_names
         return {
             "version": holdfast.__version__,
-            "guarantees": [predictor.guarantee_for(*level).to_dict() for level in predictor.levels],
+            "guarantees": [promise.to_dict() for promise in self.reader.promises.values()],
             "per_query": PER_QUERY,
             "classes": predictor.classes,
             "class_names": None if names is None else list(names),

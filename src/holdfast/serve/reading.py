@@ -14,7 +14,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from torch import Tensor
 
-from holdfast.errors import InputError
 from holdfast.predictor import Level, Predictor
 from holdfast.serve.images import FORMATS, decode, takes_files
 from holdfast.serve.problems import Problem, invalid
@@ -34,8 +33,9 @@ class Reader:
     """Reads requests for one predictor."""
 
     def __init__(self, predictor: Predictor, shape: tuple[int, ...], settings: Settings) -> None:
-        self.predictor, self.shape, self.settings = predictor, shape, settings
+        self.shape, self.settings = shape, settings
         alphas, epsilons = (list(dict.fromkeys(values)) for values in zip(*predictor.levels, strict=True))
+        self.promises = {level: predictor.guarantee_for(*level) for level in predictor.levels}
         self.model = request_model(shape, settings.max_images, alphas, epsilons)
 
     async def read(self, request: Request) -> Query:
@@ -54,11 +54,12 @@ class Reader:
         return Query(images, self._level(alpha, epsilon))
 
     def _level(self, alpha: float | None, epsilon: float | None) -> Level:
-        try:
-            promise = self.predictor.guarantee_for(alpha, epsilon)
-        except InputError as error:
-            raise invalid(str(error)) from None
-        return promise.alpha, promise.epsilon
+        first = next(iter(self.promises))
+        level = (first[0] if alpha is None else alpha, first[1] if epsilon is None else epsilon)
+        if level not in self.promises:
+            known = ", ".join(f"(alpha {a:g}, epsilon {e:g})" for a, e in self.promises)
+            raise invalid(f"this predictor was calibrated for {known}; got alpha {level[0]:g}, epsilon {level[1]:g}")
+        return level
 
     def _json(self, body: bytes) -> tuple[Tensor, float | None, float | None]:
         try:
@@ -82,7 +83,9 @@ class Reader:
         for name, value in form.multi_items():
             if name == "images" and isinstance(value, UploadFile):
                 files.append((f"images[{len(files)}]", await value.read()))
-            elif name == "images" or name not in ("alpha", "epsilon"):
+            elif name == "images":
+                raise invalid("expected files in the form field images: every part needs a filename")
+            elif name not in ("alpha", "epsilon"):
                 hint = SEED if name == "seed" else "the fields are images (files), alpha and epsilon"
                 raise invalid(f"unexpected form field {name[:40]!r}; {hint}")
         if not files:

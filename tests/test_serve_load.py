@@ -1,0 +1,141 @@
+"""The service under load, in its own process, from this one over the loopback interface. ``make load-test``.
+
+Every run writes its row (rates, percentiles, memory) to ``out/load/serve.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from .serving import NAMES, Reply, Server, load, make_predictor, start
+
+pytestmark = pytest.mark.load
+OUT = Path("out/load/serve.json")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("load") / "predictor.safetensors"
+    make_predictor().save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[dict[str, Any]]:
+    rows: dict[str, Any] = {}
+    yield rows
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
+    OUT.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+
+
+def right(reply: Reply) -> bool:
+    """A 200 with exactly the label of the image that was sent, under the id that was sent."""
+    body = reply.json
+    return body["request_id"] == reply.request_id and body["sets"] == [
+        {"labels": [NAMES[reply.expected]], "indices": [reply.expected], "size": 1, "trivial": False}
+    ]
+
+
+def summary(replies: list[Reply], seconds: float) -> dict[str, Any]:
+    times = 1000 * np.array([reply.seconds for reply in replies if reply.status == 200])
+    statuses = [reply.status for reply in replies]
+    return {
+        "requests": len(replies), "statuses": {str(s): statuses.count(s) for s in sorted(set(statuses))},
+        "answers_per_second": round(len(times) / seconds, 1), "seconds": round(seconds, 2),
+        **{f"p{q}_ms": round(float(np.percentile(times, q)), 2) for q in (50, 90, 99)},
+    }  # fmt: skip
+
+
+def counters(server: Server) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as response:
+        families = text_string_to_metric_families(response.read().decode())
+    return {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
+
+
+def test_ten_thousand_requests_are_answered_right_and_memory_stays_flat(
+    saved: Path, tmp_path: Path, rows: dict[str, Any]
+) -> None:
+    server = start(saved, "sharp", tmp_path / "log", "--max-queue", "256")
+    try:
+        load(server.port, 32, 60, "warm")
+        before, begin = server.resident(), time.perf_counter()
+        replies = load(server.port, 32, 320)
+        seconds, after = time.perf_counter() - begin, server.resident()
+        counts = counters(server)
+    finally:
+        code = server.stop()
+    rows["steady"] = {**summary(replies, seconds), "connections": 32, "MiB_before": before, "MiB_after": after}
+    assert len(replies) == 10_240
+    assert {reply.status for reply in replies} == {200}
+    assert all(right(reply) for reply in replies)
+    assert counts["holdfast_accepted_total"] == counts["holdfast_answered_total"] == 10_240 + 32 * 60
+    assert counts["holdfast_batch_images_count"] < 0.8 * counts["holdfast_batch_images_sum"]  # calls were shared
+    assert after - before < 16  # MiB; a kilobyte kept per request would be 10
+    assert code == 0
+
+
+def test_overload_is_answered_with_503_and_survived(saved: Path, tmp_path: Path, rows: dict[str, Any]) -> None:
+    """Sixty-four connections at a service that has room for eight images and naps in every call."""
+    server = start(saved, "slow", tmp_path / "log", "--max-queue", "8", "--max-batch", "4", "--max-images", "4")
+    try:
+        begin = time.perf_counter()
+        replies = load(server.port, 64, 40)
+        seconds = time.perf_counter() - begin
+        counts = counters(server)
+        calm = load(server.port, 1, 8, "calm")
+    finally:
+        code = server.stop()
+    rows["overload"] = {**summary(replies, seconds), "connections": 64}
+    assert {reply.status for reply in replies} == {200, 503}
+    accepted = [reply for reply in replies if reply.status == 200]
+    assert all(right(reply) for reply in accepted)
+    assert len(accepted) == counts["holdfast_accepted_total"] == counts["holdfast_answered_total"]
+    for reply in replies:
+        if reply.status == 503:
+            assert reply.json["error"]["code"] == "overloaded"
+            assert 1 <= int(reply.headers["retry-after"]) <= 5
+    assert [reply.status for reply in calm] == [200] * 8  # and afterwards it is as before
+    assert code == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_sigterm_under_load_loses_no_accepted_request(
+    saved: Path, tmp_path: Path, rows: dict[str, Any], workers: int
+) -> None:
+    """Every id that the server accepted has its answer at the client; connections that broke were never accepted."""
+    server = start(saved, "slow", tmp_path / "log", "--max-batch", "4", "--max-images", "4", workers=workers)
+    stopped: list[int] = []
+    killer = threading.Timer(2.0, lambda: stopped.append(server.stop()))
+    killer.start()
+    begin = time.perf_counter()
+    try:
+        replies = load(server.port, 24, None)
+    finally:
+        killer.join()
+    rows[f"sigterm, {workers} worker{'s' if workers > 1 else ''}"] = summary(replies, time.perf_counter() - begin)
+    assert stopped == [0]
+    drained = server.events("drained")
+    assert len(drained) == workers
+    answered = {reply.request_id for reply in replies if reply.status == 200}
+    assert all(right(reply) for reply in replies if reply.status == 200)
+    assert sum(line["accepted"] for line in drained) == sum(line["answered"] for line in drained) == len(answered)
+    logged = {line["request_id"] for line in server.events("request") if line["status"] == "200"}
+    assert logged == answered
+    broken = {reply.request_id for reply in replies if reply.status == 0}
+    assert not broken & logged
+    assert len(broken) <= 24  # one per connection, at the end
+    assert {reply.status for reply in replies} <= {0, 200, 503}
+    assert len(answered) > 50
