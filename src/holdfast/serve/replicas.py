@@ -17,8 +17,8 @@ def ray_application(
     """A Ray Serve application; ``ray.serve.run`` starts it.
 
     Every replica loads its own model and keeps its own queue, and every answer draws its noise from the operating system
-    of the machine it runs on. Ray holds back what a replica cannot take: it sends each at most as many requests at one
-    time as its queue has room for images.
+    of the machine it runs on. Ray sends a replica twice what it has room for, so that a full replica refuses with its own
+    503 and Retry-After; what waits in Ray's proxies beyond that is bounded too, and refused by Ray with a plain 503.
 
     Args:
         deployment: what to serve; the files it names must exist on every node.
@@ -35,11 +35,13 @@ def ray_application(
         return deployment.build()
 
     settings = deployment.settings
+    room = settings.max_queue + settings.max_batch
     ingress = serve.deployment(
         serve.ingress(build)(),
         name=name,
         num_replicas=replicas,
-        max_ongoing_requests=settings.max_queue,
+        max_ongoing_requests=2 * room,
+        max_queued_requests=room,
         graceful_shutdown_timeout_s=settings.shutdown_timeout,
         ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
     )
