@@ -50,6 +50,23 @@ def slow() -> nn.Module:
     return Quadrants(seconds=SECONDS_PER_CALL).eval()
 
 
+def other() -> nn.Module:
+    return Quadrants(61.0).eval()
+
+
+class Trap(Quadrants):
+    """Never comes back from a white image."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        if float(images.mean()) > 0.7:
+            time.sleep(1000)
+        return super().forward(images)
+
+
+def trap() -> nn.Module:
+    return Trap().eval()
+
+
 def bright(labels: Tensor, level: float = 0.95) -> Tensor:
     """Images of which one quadrant is bright and the rest dark."""
     blocks = nn.functional.one_hot(labels, CLASSES).view(-1, 1, 2, 2) * level
@@ -129,7 +146,7 @@ def start(predictor: Path, model: str, log: Path, *options: str, workers: int = 
     while len(server.events("Application startup complete.")) < workers:
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
-            raise AssertionError(f"the server did not start:\n{log.read_text()}")
+            raise AssertionError(f"the server did not start, exit code {process.wait()}: {log.read_text()}")
         time.sleep(0.1)
     server.port = server.events("serving")[0]["port"]
     return server

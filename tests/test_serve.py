@@ -507,7 +507,7 @@ def test_the_batcher_outlives_a_call_that_nobody_waits_for() -> None:
         gone.cancel()
         release.set()
         mask = await batcher.answer(batcher.accept(IMAGES[1:2], (0.1, 0.1)), 30.0)
-        await batcher.close()
+        assert await batcher.close(30.0)
         return mask
 
     assert torch.equal(asyncio.run(both()), IMAGES[1:2].flatten(1) > 0.5)

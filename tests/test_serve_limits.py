@@ -125,10 +125,10 @@ def test_a_full_queue_answers_503_and_keeps_its_word(gated: tuple[Predictor, Gat
             accepted += [one(4), one(5)]
             while app.state.service.batcher.waiting < 9:
                 await asyncio.sleep(0.001)
-            rejected = [await one(2), await one(10)]
+            rejected = [await asyncio.wait_for(one(images), 10) for images in (2, 10)]
             accepted.append(one(1))  # still fits
             await asyncio.sleep(0.05)
-            rejected.append(await one(1))
+            rejected.append(await asyncio.wait_for(one(1), 10))
             gate.open.set()
             return list(await asyncio.gather(*accepted)), rejected
 
@@ -189,6 +189,31 @@ def test_shutdown_answers_what_was_accepted_and_takes_no_more(gated: tuple[Predi
     assert [response.status_code for response in answers] == [200] * 4
     refused(late, 503, "stopping")
     assert (ready.status_code, ready.json()["status"]) == (503, "stopping")
+
+
+def test_a_model_that_hangs_does_not_hang_the_shutdown(gated: tuple[Predictor, Gate]) -> None:
+    predictor, gate = gated
+
+    async def hanging(timeout: float, answer_timeout: float) -> tuple[float, bool, int]:
+        app = create_app(predictor, Settings(answer_timeout=answer_timeout, shutdown_timeout=timeout, batch_wait=0.0))
+        async with client(app, lifespan=False) as inner:
+            service = app.state.service
+            service.batcher.start()
+            asked = asyncio.create_task(inner.post("/v1/predict", json={"images": IMAGES.tolist()}))
+            while service.batcher.busy_for < 0.2:
+                await asyncio.sleep(0.01)
+            begin = time.perf_counter()
+            free = await service.batcher.close(timeout)
+            took = time.perf_counter() - begin
+            gate.open.set()
+            asked.cancel()
+            return took, free, len(gate.calls)
+
+    took, free, _ = asyncio.run(hanging(0.3, 30.0))  # somebody waits: as long as was agreed
+    assert (0.25 < took < 5, free) == (True, False)
+    gate.open.clear()
+    took, free, _ = asyncio.run(hanging(20.0, 0.1))  # the client has its 503: no longer than a second
+    assert (took < 5, free) == (True, False)
 
 
 def test_health_and_readiness(gated: tuple[Predictor, Gate]) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,66 @@ def test_sigterm_under_load_loses_no_accepted_request(
     assert len(broken) <= 24  # one per connection, at the end
     assert {reply.status for reply in replies} <= {0, 200, 503}
     assert len(answered) > 50
+
+
+def test_a_model_that_hangs_does_not_keep_the_process(saved: Path, tmp_path: Path) -> None:
+    server = start(saved, "trap", tmp_path / "log", "--shutdown-timeout", "2", "--timeout", "60")
+    body = json.dumps({"images": [[[[1.0] * 4] * 4]]}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}/v1/predict", body, {"content-type": "application/json"}
+    )
+    outcome: list[str] = []
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(request, timeout=60)
+        except Exception as error:
+            outcome.append(type(error).__name__)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(1)
+    begin = time.perf_counter()
+    assert server.stop() == 1
+    assert time.perf_counter() - begin < 20
+    asking.join()
+    assert outcome
+    assert server.events("model hangs")
+
+
+def test_workers_that_cannot_start_end_the_parent(saved: Path, tmp_path: Path) -> None:
+    """Another model in two workers: one clear line, exit code 3, no endless restarts."""
+    begin = time.perf_counter()
+    with pytest.raises(AssertionError, match=r"(?s)exit code 3:.*the model differs from the one calibrated"):
+        start(saved, "other", tmp_path / "log", workers=2)
+    assert time.perf_counter() - begin < 60
+
+
+def test_a_worker_that_dies_is_replaced_and_none_outlives_its_parent(saved: Path, tmp_path: Path) -> None:
+    server = start(saved, "sharp", tmp_path / "log", workers=2)
+
+    def workers() -> set[int]:
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        return {int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+    def eventually(condition: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + 60
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return condition()
+
+    before = workers()
+    assert len(before) == 2
+    load(server.port, 8, 20, "before")
+    victim = min(before)
+    os.kill(victim, signal.SIGKILL)
+    assert eventually(lambda: len(server.events("Application startup complete.")) == 3)
+    assert len(workers() - before) == 1
+    replies = load(server.port, 8, 20, "after")
+    assert all(reply.status == 200 and right(reply) for reply in replies)
+    assert counters(server)["holdfast_answered_total"] == 320  # those of the dead worker included
+    left = workers()
+    server.process.kill()  # no goodbye
+    server.process.wait()
+    assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left))
+    assert len(server.events("drained")) == 2

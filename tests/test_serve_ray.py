@@ -77,7 +77,11 @@ def test_two_replicas_answer_alike_and_share_the_work(tmp_path: Path) -> None:
         "RAY_USAGE_STATS_ENABLED": "0",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(path), str(port)], capture_output=True, text=True, timeout=400, env=environment
+        [sys.executable, "-c", SCRIPT, str(path), str(port)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env=environment,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stderr[-3000:]

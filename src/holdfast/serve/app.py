@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -153,9 +154,9 @@ def create_app(predictor: Predictor, settings: Settings | None = None, metrics_f
         service.batcher.start()
         log.info("ready", extra={"fields": {"guarantee": str(predictor.guarantee)}})
         yield
-        await service.batcher.close()
+        free = await service.batcher.close(settings.shutdown_timeout)
         counts = {name: service.metrics.own(f"{name}_total") for name in ("accepted", "answered")}
-        log.info("drained", extra={"fields": counts})
+        log.log(logging.INFO if free else logging.ERROR, "drained" if free else "model hangs", extra={"fields": counts})
 
     app = FastAPI(
         title="holdfast", version=holdfast.__version__, description=ABOUT, lifespan=lifespan,

@@ -58,6 +58,7 @@ class Batcher:
         self.stopping = False
         self.busy_since: float | None = None
         self._jobs: deque[Job] = deque()
+        self._running: list[Job] = []
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._seconds_per_image = 0.0
@@ -77,12 +78,21 @@ class Batcher:
         """Seconds since the running call of the model began; 0 when idle."""
         return 0.0 if self.busy_since is None else time.monotonic() - self.busy_since
 
-    async def close(self) -> None:
-        """Take no more, answer what was taken, and stop."""
+    async def close(self, timeout: float) -> bool:
+        """Take no more, answer what was taken, and stop; whether the model's thread is free by then.
+
+        A call that nobody waits for any more is given a second.
+        """
         self.stopping = True
         self._wake.set()
-        if self._task is not None:
-            await self._task
+        if self._task is None:
+            return True
+        awaited = any(not job.answer.done() for job in (*self._jobs, *self._running))
+        await asyncio.wait([self._task], timeout=timeout if awaited else min(timeout, 1.0))
+        if self._task.done():
+            return True
+        self._task.cancel()
+        return False
 
     def check_room(self, images: int) -> None:
         """Refuse what the queue cannot take now; whatever is refused here has cost nothing."""
@@ -119,16 +129,15 @@ class Batcher:
 
     async def _work(self) -> None:
         loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(1, thread_name_prefix="holdfast-model") as thread:
+        thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-model")
+        try:
             while await self._fill():
-                batch = self._take()
+                batch = self._running = self._take()
                 if not batch:
                     continue
                 self.busy_since = time.monotonic()
-                try:
-                    results = await loop.run_in_executor(thread, self._run, batch)
-                finally:
-                    images, seconds, self.busy_since = sum(len(job.images) for job in batch), self.busy_for, None
+                results = await loop.run_in_executor(thread, self._run, batch)
+                images, seconds, self.busy_since = sum(len(job.images) for job in batch), self.busy_for, None
                 self._seconds_per_image = 0.8 * self._seconds_per_image + 0.2 * seconds / images
                 for job, result in zip(batch, results, strict=True):
                     if job.answer.done():  # timed out or gone
@@ -139,6 +148,8 @@ class Batcher:
                         job.answer.set_exception(result)
                 if self._observe is not None:
                     self._observe(images, seconds)
+        finally:
+            thread.shutdown(wait=False)  # it ends with its call; a model that hangs must not hang the event loop
 
     async def _fill(self) -> bool:
         """Wait for a first job, then a little for a full batch; False when stopping with nothing left to do."""

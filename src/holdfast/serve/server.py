@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import ipaddress
 import logging.config
 import os
@@ -16,15 +15,14 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.supervisors.multiprocess import Multiprocess
 
 from holdfast.errors import InputError
 from holdfast.serve import logs
 from holdfast.serve.app import warm_up
 from holdfast.serve.deployment import Deployment
 from holdfast.serve.logs import log
+from holdfast.serve.workers import STARTUP_FAILURE, end_with_parent, supervise
 
 
 class Protocol(H11Protocol):
@@ -80,44 +78,46 @@ def run(
     logging.captureWarnings(True)
     if deployment.threads is None:
         deployment = dataclasses.replace(deployment, threads=max(1, (os.cpu_count() or 1) // workers))
-    with tempfile.TemporaryDirectory(prefix="holdfast-") as folder, _bind(host, port) as listener:
-        options: dict[str, Any] = {
-            "workers": workers, "lifespan": "on", "http": Protocol, "ws": "none", "loop": "asyncio",
-            "log_config": logs.config(log_level), "log_level": log_level, "access_log": False, "server_header": False,
-            "proxy_headers": trusted_proxies is not None, "forwarded_allow_ips": trusted_proxies,
-            "timeout_graceful_shutdown": max(1, round(deployment.settings.shutdown_timeout)),
-            "timeout_worker_healthcheck": 30,
-        }  # fmt: skip
+    options: dict[str, Any] = {
+        "lifespan": "on", "http": Protocol, "ws": "none", "loop": "asyncio", "log_config": logs.config(log_level),
+        "log_level": log_level, "access_log": False, "server_header": False,
+        "proxy_headers": trusted_proxies is not None, "forwarded_allow_ips": trusted_proxies,
+        "timeout_graceful_shutdown": max(1, round(deployment.settings.shutdown_timeout)),
+    }  # fmt: skip
+    with _bind(host, port) as listener:
         if workers == 1:
             app = deployment.build()  # before the port listens: what is wrong is an error here, not an answer there
             warm_up(app.state.service.predictor, app.state.service.shape)
             _announce(listener, deployment, workers)
-            return _alone(uvicorn.Server(uvicorn.Config(app, **options)), listener)
-        build = functools.partial(_worker, dataclasses.replace(deployment, metrics_folder=folder))
+            return _serve(app, listener, options)
         _announce(listener, deployment, workers)
-        supervisor = Multiprocess(uvicorn.Config(build, factory=True, **options), sockets=[listener])
-        supervisor.run()
-        return max(
-            (STARTUP_FAILURE for process in supervisor.processes if process.exitcode == STARTUP_FAILURE), default=0
-        )
+        with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:  # the parent never loads the model
+            shared = dataclasses.replace(deployment, metrics_folder=folder)
+            patience = 2 * deployment.settings.shutdown_timeout + 5
+            return supervise(_worker, (shared, listener, options), workers, patience)
 
 
-def _alone(server: uvicorn.Server, listener: socket.socket) -> int:
+def _serve(app: FastAPI, listener: socket.socket, options: dict[str, Any]) -> int:
     # uvicorn raises the signal again once it has shut down; by then nothing is left to end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    server.run(sockets=[listener])
+    uvicorn.Server(uvicorn.Config(app, **options)).run(sockets=[listener])
+    if app.state.service.batcher.busy_since is not None:
+        os._exit(1)  # the model hangs, and Python would wait for its thread for ever
     return 0
 
 
-def _worker(deployment: Deployment) -> FastAPI:
-    """In a worker process. An input error would come back at every restart, so it ends the parent too."""
+def _worker(deployment: Deployment, listener: socket.socket, options: dict[str, Any]) -> None:
+    """In a process of its own."""
+    logging.config.dictConfig(options["log_config"])
     logging.captureWarnings(True)
+    end_with_parent()
     try:
-        return deployment.build()
+        app = deployment.build()
     except InputError as error:
         log.error("cannot start", extra={"fields": {"error": str(error)}})
         sys.exit(STARTUP_FAILURE)
+    sys.exit(_serve(app, listener, options))
 
 
 def _announce(listener: socket.socket, deployment: Deployment, workers: int) -> None:
