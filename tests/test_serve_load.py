@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import signal
 import threading
 import time
@@ -19,6 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from holdfast.experiments.manifest import manifest, write_results
 
 from .serving import NAMES, Reply, Server, load, make_predictor, start
 
@@ -35,11 +36,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows() -> Iterator[dict[str, Any]]:
-    rows: dict[str, Any] = {}
-    yield rows
-    OUT.parent.mkdir(parents=True, exist_ok=True)
-    machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-    OUT.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    found: dict[str, Any] = {}
+    begin = time.monotonic()
+    yield found
+    about = manifest("make load-test", {"cores": os.cpu_count(), "images per request": 1}, time.monotonic() - begin)
+    write_results(OUT, [{"name": name, **row} for name, row in found.items()], about)
 
 
 def right(reply: Reply) -> bool:
