@@ -27,7 +27,7 @@ def ray_application(
         name: of the deployment, in Ray's dashboard and metrics.
     """
     try:
-        from ray import serve
+        from ray import serve  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
         raise InputError("replicas need Ray: pip install 'ray[serve]'") from None
 
@@ -36,7 +36,7 @@ def ray_application(
 
     settings = deployment.settings
     room = settings.max_queue + settings.max_batch
-    ingress = serve.deployment(
+    ingress: Any = serve.deployment(
         serve.ingress(build)(),
         name=name,
         num_replicas=replicas,

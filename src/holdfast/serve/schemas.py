@@ -104,10 +104,11 @@ def request_model(
         schema = {"anyOf": [{"type": "number", "enum": values}, {"type": "null"}], "default": None}
         return Annotated[float | None, Field(strict=True), WithJsonSchema(schema)]
 
+    images: Any = Annotated[list[image], Field(min_length=1, max_length=max_images), FailFast()]
     return create_model(
         "PredictRequest",
         __config__=ConfigDict(extra="forbid", json_schema_extra={"description": "Images as nested lists of numbers."}),
-        images=(Annotated[list[image], Field(min_length=1, max_length=max_images), FailFast()], ...),
+        images=(images, ...),
         alpha=(level(alphas), None),
         epsilon=(level(epsilons), None),
     )
