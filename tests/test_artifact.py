@@ -69,6 +69,7 @@ def same(one: Predictor, two: Predictor, seed: int = 5) -> bool:
         and torch.equal(one.calibration, two.calibration)
         and one.smoother.numerics == two.smoother.numerics
         and (one.smoother.sigma, one.holdout_size) == (two.smoother.sigma, two.holdout_size)
+        and one.image_shape == two.image_shape == TEST[0].shape[1:]
         and one.score.config() == two.score.config()
     )
 
@@ -145,6 +146,11 @@ def test_the_file_is_safetensors_with_its_promise_in_words(saved: Path, predicto
     assert manifest["levels"][0]["guarantee"]["statement"] == str(predictor.guarantee)
     assert manifest["levels"][0]["guarantee"]["assumptions"] == list(predictor.guarantee.assumptions)
     assert manifest["class_names"] == list("abcd")
+
+
+def test_a_file_that_does_not_know_the_shape_still_loads(saved: Path, model: nn.Module) -> None:
+    rewrite(saved, lambda manifest: manifest.update(inputs=None))
+    assert load(saved, model).image_shape is None
 
 
 def test_the_public_name() -> None:

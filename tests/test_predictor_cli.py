@@ -285,7 +285,7 @@ def test_class_names_from_a_list_a_file_or_the_data(
         (["--model", "small-cnn", "--weights", "nothing.safetensors"], "no weights at"),
         (["--model-output", "probabilities"], "probabilities are for ONNX files"),
         (["--data", "nothing.npz"], "no file at nothing.npz"),
-        (["--data", "mnist"], "digits, cifar10, cifar100 or a .npz"),
+        (["--data", "svhn"], "digits, cifar10, cifar100, mnist"),
         (["--part", "3/2"], "a part k/m"),
         (["--alpha", "1.5"], "alpha strictly between 0 and 1"),
         (["--sigma", "0"], "sigma is 0"),

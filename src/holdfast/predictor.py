@@ -79,6 +79,11 @@ class Predictor:
         self._ptt: dict[tuple[float, str], PTT] = {}
 
     @property
+    def image_shape(self) -> tuple[int, ...] | None:
+        """Shape of one calibration image; None where it is not known or shapes differed."""
+        return None if self.inputs is None else self.inputs.shape
+
+    @property
     def guarantee(self) -> Guarantee:
         """The promise for the first (alpha, epsilon) named at calibration."""
         return self.guarantee_for()

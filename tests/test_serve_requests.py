@@ -1,0 +1,313 @@
+"""What clients send wrong is refused with a message that helps: JSON, forms, image files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from holdfast.inputs import InputRange
+from holdfast.predictor import Predictor
+from holdfast.serve import Settings, create_app
+from holdfast.serve.images import decode
+from holdfast.serve.problems import Problem
+
+from .serve_client import IMAGES, ask, client, refused
+from .serving import file_of, make_predictor
+
+patient = settings(deadline=None, derandomize=True, max_examples=60)
+
+
+@pytest.fixture(scope="module")
+def predictor() -> Predictor:
+    return make_predictor(alpha=(0.1, 0.2), epsilon=(0.1, 0.05))
+
+
+# -- requests that are refused -----------------------------------------------------------------------------------------
+
+
+def body_with(pixel: str) -> bytes:
+    return json.dumps({"images": IMAGES[:2].tolist()}).replace("0.0", pixel, 1).encode()
+
+
+NESTED = IMAGES[:1].tolist()
+BAD: dict[str, tuple[bytes, int, str, str]] = {
+    "empty": (b"", 400, "bad_request", "expected JSON: EOF"),
+    "no JSON": (b"{images: 1}", 400, "bad_request", "expected JSON"),
+    "half": (body_with("0.0")[:-9], 400, "bad_request", "expected JSON: EOF"),
+    "not UTF-8": (b'{"images": "\xff"}', 400, "bad_request", "expected JSON"),
+    "deep": (b'{"images": ' + b"[" * 100_000, 400, "bad_request", "recursion limit"),
+    "long integer": (body_with("1" * 5000), 400, "bad_request", "number out of range"),
+    "no object": (b"[]", 422, "invalid", "the body"),
+    "no images": (b"{}", 422, "invalid", "expected the field images: a list of images of shape 1 x 4 x 4"),
+    "zero images": (b'{"images": []}', 422, "invalid", "expected 1 to 3 images in one request, got 0"),
+    "many images": (json.dumps({"images": NESTED * 4}).encode(), 422, "invalid", "1 to 3 images in one request, got 4"),
+    "one image unbatched": (json.dumps({"images": NESTED[0]}).encode(), 422, "invalid", "shape 1 x 4 x 4"),
+    "text": (b'{"images": "abc"}', 422, "invalid", "images is 'abc', not a list"),
+    "wide": (
+        json.dumps({"images": [[[[0.0] * 5] * 4]]}).encode(),
+        422,
+        "invalid",
+        "images[0][0][0] has 5 entries, not 4",
+    ),
+    "low": (json.dumps({"images": [[[[0.0] * 4] * 3]]}).encode(), 422, "invalid", "images[0][0] has 3 entries, not 4"),
+    "NaN": (body_with("NaN"), 422, "invalid", "expected a finite number at images[0][0][0][0], got nan"),
+    "infinity": (body_with("Infinity"), 422, "invalid", "expected a finite number at images[0][0][0][0], got inf"),
+    "overflow": (body_with("1e999"), 422, "invalid", "expected a finite number at images[0][0][0][0], got inf"),
+    "null": (body_with("null"), 422, "invalid", "expected a finite number at images[0][0][0][0], got None"),
+    "bool": (body_with("true"), 422, "invalid", "expected a finite number at images[0][0][0][0], got True"),
+    "string": (body_with('"0.5"'), 422, "invalid", "expected a finite number at images[0][0][0][0], got '0.5'"),
+    "bytes": (body_with("255"), 422, "invalid", "pixels in [0, 1], got 255 at images[0][0][0][0]; divide 0-255 by 255"),
+    "negative": (body_with("-0.001"), 422, "invalid", "expected pixels in [0, 1], got -0.001 at images[0][0][0][0]"),
+    "alpha as text": (
+        body_with("0.0")[:-1] + b', "alpha": "0.1"}',
+        422,
+        "invalid",
+        "finite number at alpha, got '0.1'",
+    ),
+    "alpha NaN": (body_with("0.0")[:-1] + b', "alpha": NaN}', 422, "invalid", "calibrated for"),
+    "unknown": (body_with("0.0")[:-1] + b', "draws": 9}', 422, "invalid", "unknown field draws; the fields are images"),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_bad_json_is_refused_with_a_useful_message(predictor: Predictor, case: str) -> None:
+    body, status, code, match = BAD[case]
+    headers = {"content-type": "application/json"}
+    app = create_app(predictor, Settings(max_images=3))
+    message = refused(ask(app, "POST", "/v1/predict", content=body, headers=headers), status, code, match)
+    assert len(message) < 400
+    assert app.state.service.metrics.own("accepted_total") == 0
+
+
+def test_pixels_on_the_border_are_fine(predictor: Predictor) -> None:
+    body = {"images": [[[[0, 1, -0.0, 1.0]] * 4]]}
+    assert ask(create_app(predictor), "POST", "/v1/predict", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/octet-stream", "application/x-www-form-urlencoded", None])
+def test_other_content_types_are_refused(predictor: Predictor, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    response = ask(create_app(predictor), "POST", "/v1/predict", content=b"x", headers=headers)
+    refused(response, 415, "unsupported_media_type", f"or multipart/form-data with image files, got {kind or 'none'}")
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/v1/predict", 405)])
+def test_other_routes_and_methods_are_refused_alike(predictor: Predictor, method: str, path: str, status: int) -> None:
+    response = ask(create_app(predictor), method, path)
+    refused(response, status, {404: "not_found", 405: "method_not_allowed"}[status])
+    assert status == 404 or response.headers["allow"] == "POST"
+
+
+def test_a_failure_of_the_model_is_a_plain_500_and_leaves_its_neighbours_alone(
+    predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = predictor.predict
+
+    def picky(images: Tensor, **options: Any) -> Any:
+        if (images.flatten(1).sum(1) == 0).any():
+            raise RuntimeError("secret internals")
+        return inner(images, **options)
+
+    monkeypatch.setattr(predictor, "predict", picky)
+    app = create_app(predictor, Settings(batch_wait=0.2, max_batch=7))
+
+    async def three() -> list[httpx.Response]:
+        async with client(app) as inner:
+            bodies = [{"images": images.tolist()} for images in (IMAGES, 0 * IMAGES[:1], IMAGES[:1])]
+            return await asyncio.gather(*(inner.post("/v1/predict", json=body) for body in bodies))
+
+    one, two, three_ = asyncio.run(three())
+    assert (one.status_code, three_.status_code) == (200, 200)
+    refused(two, 500, "internal")
+    assert "secret" not in two.text
+
+
+# -- image files -------------------------------------------------------------------------------------------------------
+
+
+GREY = np.arange(0, 256, 16, dtype=np.uint8).reshape(4, 4)
+COLOUR = np.random.default_rng(0).integers(0, 256, (6, 5, 3), dtype=np.uint8)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width: int, height: int, *chunks: bytes, depth: int = 8, colour: int = 0) -> bytes:
+    """A PNG by hand, true or not."""
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + b"".join(chunks) + chunk(b"IEND", b"")
+
+
+def test_files_are_their_pixels_divided_by_255(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    inner = predictor.predict
+    monkeypatch.setattr(predictor, "predict", lambda images, **o: (seen.append(images), inner(images, **o))[1])
+    other = np.flipud(GREY).copy()
+    files = [("images", ("a.png", file_of(GREY))), ("images", ("b", file_of(other, optimize=True)))]
+    response = ask(create_app(predictor), "POST", "/v1/predict", files=files, data={"alpha": "0.2", "epsilon": "0.05"})
+    assert response.status_code == 200
+    assert (response.json()["alpha"], response.json()["epsilon"]) == (0.2, 0.05)
+    expected = torch.from_numpy(np.stack([GREY, other])[:, None].astype(np.float32) / np.float32(255))
+    assert torch.equal(seen[0], expected)
+
+
+def test_modes_that_need_no_choice_are_converted() -> None:
+    rgb = decode(file_of(COLOUR), (3, 6, 5), "f")
+    assert np.array_equal(rgb, COLOUR.transpose(2, 0, 1).astype(np.float32) / np.float32(255))
+    assert np.array_equal(decode(file_of(GREY), (3, 4, 4), "f"), np.repeat(decode(file_of(GREY), (1, 4, 4), "f"), 3, 0))
+    palette = Image.fromarray(COLOUR).quantize(16)
+    assert np.array_equal(
+        decode(file_of(palette), (3, 6, 5), "f"), decode(file_of(palette.convert("RGB")), (3, 6, 5), "f")
+    )
+    assert decode(file_of(Image.new("1", (4, 4), 1)), (1, 4, 4), "f").tolist() == np.ones((1, 4, 4)).tolist()
+    assert decode(file_of(Image.new("RGBA", (4, 4), (0, 51, 255, 102))), (4, 4, 4), "f")[
+        :, 0, 0
+    ].tolist() == pytest.approx([0, 0.2, 1, 0.4])
+    assert np.array_equal(decode(file_of(COLOUR, "WEBP", lossless=True), (3, 6, 5), "f"), rgb)
+    jpeg = decode(file_of(GREY, "JPEG", quality=95), (1, 4, 4), "f")
+    assert np.abs(jpeg - GREY / 255).max() < 0.1
+
+
+def animation(kind: str) -> bytes:
+    frames = [Image.fromarray(GREY), Image.fromarray(np.flipud(GREY).copy())]
+    return file_of(frames[0], kind, save_all=True, append_images=frames[1:], duration=100)
+
+
+PIXELS = chunk(b"IDAT", zlib.compress(b"".join(b"\0" + bytes(row) for row in GREY)))
+FILES: dict[str, tuple[bytes, str]] = {
+    "text": (b"not an image", "images[0]: not a readable image"),
+    "empty": (b"", "not a readable image"),
+    "another size": (file_of(COLOUR), "expected an image 4 wide and 4 high, got 5 x 6; resize it as the calibration"),
+    "colour": (file_of(np.zeros((4, 4, 3), np.uint8)), "expected greyscale with 8 bits per channel, got mode RGB"),
+    "alpha": (file_of(Image.new("LA", (4, 4))), "got mode LA"),
+    "transparent": (file_of(Image.fromarray(GREY), transparency=3), "got mode L with transparency"),
+    "sixteen bits": (file_of(GREY.astype(np.uint16)), "got mode I;16"),
+    "animated png": (animation("PNG"), "expected one image, got an animation of 2 frames"),
+    "animated webp": (animation("WEBP"), "expected one image, got an animation of 2 frames"),
+    "gif": (file_of(GREY, "GIF"), "not a readable image"),
+    "tiff": (file_of(GREY, "TIFF"), "not a readable image"),
+    "truncated": (file_of(np.random.default_rng(0).integers(0, 256, (4, 4), np.uint8))[:-30], "not a readable image"),
+    "truncated jpeg": (file_of(GREY, "JPEG")[:150], "not a readable image"),
+    "no pixels": (png(4, 4), "not a readable image"),
+    "bad checksum": (png(4, 4, PIXELS).replace(PIXELS[8:-4], bytes(len(PIXELS) - 12)), "not a readable image"),
+    "bomb by header": (png(50_000, 50_000, PIXELS), "far more pixels than this service reads"),
+    "large by header": (png(9_000, 9_000, PIXELS), "expected an image 4 wide and 4 high, got 9000 x 9000"),
+    "bomb of text": (
+        png(4, 4, chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(2**27), 9)), PIXELS),
+        "not a readable image",
+    ),
+    "bomb of pixels": (png(4, 4, chunk(b"IDAT", zlib.compress(bytes(2**27), 9))), ""),
+}
+
+
+@pytest.mark.parametrize("case", list(FILES))
+def test_bad_files_are_refused_cleanly(predictor: Predictor, case: str) -> None:
+    content, match = FILES[case]
+    begin = time.perf_counter()
+    response = ask(create_app(predictor), "POST", "/v1/predict", files={"images": content})
+    assert time.perf_counter() - begin < 5
+    if match:
+        refused(response, 422, "invalid", match)
+    else:  # 128 MiB of zeros behind a 4 x 4 header: the decoder stops after the sixteen pixels it needs
+        assert response.status_code in (200, 422)
+
+
+def test_a_bomb_costs_no_memory() -> None:
+    """In a process of its own: the peak of all bombs together stays near where it was."""
+    code = (
+        "import resource, sys, warnings; from holdfast.serve.images import decode\n"
+        "from holdfast.serve.problems import Problem\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
+        "warnings.simplefilter('ignore')\n"
+        "contents = [bytes.fromhex(line.strip()) for line in sys.stdin]; before = peak()\n"
+        "for content in contents:\n"
+        "    for resize in ('refuse', 'stretch', 'crop'):\n"
+        "        try: decode(content, (1, 4, 4), 'f', resize, 2**24)\n"
+        "        except Problem: pass\n"
+        "print(peak() - before)\n"
+    )
+    bombs = [FILES[name][0] for name in ("bomb by header", "large by header", "bomb of text", "bomb of pixels")]
+    source = Path(__file__).resolve().parents[1] / "src"
+    done = subprocess.run(
+        [sys.executable, "-c", code], input="\n".join(bomb.hex() for bomb in bombs), capture_output=True, text=True,
+        env={"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}, timeout=120, check=True,
+    )  # fmt: skip
+    assert float(done.stdout) < 60
+
+
+def test_resizing_is_the_operators_choice() -> None:
+    size, bilinear = (4, 4), Image.Resampling.BILINEAR
+    content, image = file_of(COLOUR), Image.fromarray(COLOUR)
+    stretched = np.asarray(image.resize(size, bilinear)).transpose(2, 0, 1) / np.float32(255)
+    cropped = np.asarray(ImageOps.fit(image, size, bilinear)).transpose(2, 0, 1) / np.float32(255)
+    assert np.array_equal(decode(content, (3, 4, 4), "f", "stretch"), stretched)
+    assert np.array_equal(decode(content, (3, 4, 4), "f", "crop"), cropped)
+    assert not np.array_equal(stretched, cropped)
+    with pytest.raises(Problem, match="at most 29 pixels are resized"):
+        decode(content, (3, 4, 4), "f", "crop", max_pixels=29)
+    decode(content, (3, 4, 4), "f", "crop", max_pixels=30)
+
+
+@given(st.sampled_from([n for n in FILES if "bomb" not in n]), st.data())
+@patient
+def test_damaged_files_raise_nothing_but_refusals(case: str, data: st.DataObject) -> None:
+    content = bytearray(FILES[case][0] or b"x")
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(Problem):
+        assert decode(bytes(content), (1, 4, 4), "f", "stretch").shape == (1, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "code", "match"),
+    [
+        ({"data": {"alpha": "0.1"}, "files": {"other": b"x"}}, 422, "invalid", "unexpected form field 'other'"),
+        ({"files": {"images": (None, "text")}}, 422, "invalid", "every part needs a filename"),
+        ({"files": {"alpha": (None, "0.1")}}, 422, "invalid", "at least one file in the form field images"),
+        ({"files": {"images": file_of(GREY)}, "data": {"alpha": "high"}}, 422, "invalid", "one number in the form field alpha"),
+        ({"files": {"images": file_of(GREY), "alpha": b"0.1"}}, 422, "invalid", "one number in the form field alpha"),
+        ({"files": {"images": file_of(GREY)}, "data": {"alpha": ["0.1", "0.2"]}}, 422, "invalid", "one number"),
+        ({"files": {"images": file_of(GREY)}, "data": {"alpha": "nan"}}, 422, "invalid", "calibrated for"),
+        ({"files": {"images": file_of(GREY)}, "data": {"alpha": "0" * 2000}}, 400, "bad_request", "expected multipart"),
+        ({"files": [("images", file_of(GREY))] * 4}, 400, "bad_request", "Too many files"),
+        ({"content": b"junk", "headers": {"content-type": "multipart/form-data"}}, 400, "bad_request", "boundary"),
+        ({"content": b"junk", "headers": {"content-type": "multipart/form-data; boundary=x"}}, 400, "bad_request", ""),
+    ],
+)  # fmt: skip
+def test_bad_forms_are_refused(
+    predictor: Predictor, change: dict[str, Any], status: int, code: str, match: str
+) -> None:
+    response = ask(create_app(predictor, Settings(max_images=3)), "POST", "/v1/predict", **change)
+    refused(response, status, code, match)
+
+
+def test_shapes_that_no_file_has_take_json_only() -> None:
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6, 3)).eval()
+    images = torch.rand(200, 6)
+    predictor = make_predictor()
+    predictor.smoother.model = predictor.smoother._forward = model
+    predictor.inputs, predictor.classes, predictor.class_names = InputRange((6,), 0.0, 1.0), 3, None
+    app = create_app(predictor)
+    assert ask(app, "POST", "/v1/predict", json={"images": images[:2].tolist()}).status_code == 200
+    refused(ask(app, "POST", "/v1/predict", files={"images": b"x"}), 415, "unsupported_media_type")
+    assert ask(app, "GET", "/v1/predictor").json()["image_files"] == []
+    body = ask(app, "GET", "/openapi.json").json()["paths"]["/v1/predict"]["post"]["requestBody"]
+    assert list(body["content"]) == ["application/json"]
