@@ -40,13 +40,12 @@ def load_model(
     classes: int = 10,
     device: str | None = None,
     output: str = "logits",
-    head: str | Path | None = None,
 ) -> Classifier:
     """A model by name, an ``.onnx`` or ``.pt2`` file, or ``package.module:function``.
 
-    A model by name takes weights, and a conformally trained ``head`` over them. The function takes no arguments and
-    returns images -> logits, or an object with ``predict_proba``. ``output`` says what an ONNX file returns, logits or
-    probabilities.
+    A model by name takes weights, a file or a name; ``BASE+HEAD`` puts a conformally trained head on them. The function
+    takes no arguments and returns images -> logits, or an object with ``predict_proba``. ``output`` says what an ONNX file
+    returns, logits or probabilities.
 
     Example:
         >>> type(load_model("torch.nn:Identity")).__name__
@@ -57,10 +56,14 @@ def load_model(
         raise InputError(f"{output} are for ONNX files; let your function return the logarithm of its probabilities")
     if spec in MODELS:
         model = MODELS[spec](classes)
-        model = load_weights(model, weights) if weights is not None else model
-        model = load_head(model, find_weights(head)) if head is not None else model
+        if weights is not None:
+            base, _, head = str(weights).partition("+")
+            if head and not Path(weights).is_file():
+                model = load_head(load_weights(model, base), find_weights(head))
+            else:
+                model = load_weights(model, weights)
         return model.to(device) if device else model
-    if weights is not None or head is not None:
+    if weights is not None:
         raise InputError("weights are for built-in models; a file holds its own, and a function loads its own")
     if suffix == ".onnx":
         return OnnxClassifier(spec, output=output, device=device)

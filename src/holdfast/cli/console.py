@@ -34,11 +34,17 @@ Sigma = Annotated[float, typer.Option(help="Standard deviation of the Gaussian n
 ModelSpec = Annotated[
     str,
     typer.Option(
-        help="A built-in model (`small-cnn`, `cifar-resnet20/56/110`) with `--weights`, an `.onnx` or `.pt2` file, or "
+        help="A built-in model (`small-cnn`, `cifar-resnet20/56/110`, `resnet50`) with `--weights`, an `.onnx` or `.pt2` file, or "
         "`package.module:function`."
     ),
 ]
-Weights = Annotated[Path | None, typer.Option(help="Checkpoint of a built-in model (safetensors, or torch weights).")]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        help="Weights of a built-in model: a safetensors or torch file, or the name of committed ones; BASE+HEAD puts a trained "
+        "head on them."
+    ),
+]
 ModelOutput = Annotated[Literal["logits", "probabilities"], typer.Option(help="What an ONNX file returns.")]
 DataSpec = Annotated[
     str,

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from holdfast.cli.console import app, print_json
+from holdfast.cli.console import ModelOutput, Weights, app, print_json
 from holdfast.errors import InputError
 
 Resize = Literal["refuse", "stretch", "crop"]
@@ -20,7 +20,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 def serve(
     predictor: Annotated[Path, typer.Argument(help="What `Predictor.save` wrote.")],
     model: Annotated[str, typer.Option(help="`small-cnn`, `cifar-resnet20/56/110`, or `package.module:function`.")],
-    weights: Annotated[Path | None, typer.Option(help="Checkpoint of a built-in model.")] = None,
+    weights: Weights = None,
+    model_output: ModelOutput = "logits",
     fingerprint: Annotated[str | None, typer.Option(help="The string given at calibration for a callable.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the model's own by default.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every one.")] = "127.0.0.1",
@@ -72,7 +73,7 @@ def serve(
         shutdown_timeout=shutdown_timeout, resize=resize, token=_token(token_file), repeat_limit=repeat_limit,
         repeat_window=repeat_window,
     )  # fmt: skip
-    deployment = Deployment(predictor, model, weights, fingerprint, device, threads, settings)
+    deployment = Deployment(predictor, model, weights, fingerprint, device, model_output, threads, settings)
     if check:
         service = deployment.build().state.service
         warm_up(service.predictor, service.shape)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from holdfast.cli.console import Json, Seed, Sigma, app, err, out, print_json
+from holdfast.cli.console import Json, Seed, Sigma, Weights, app, err, out, print_json
 
 if TYPE_CHECKING:
     from holdfast.store import Chunk, LogitStore
@@ -21,9 +21,7 @@ def smooth(
     data: Annotated[str, typer.Option(help="`digits`, `cifar10`, `cifar100`, or a file with `images` and `labels`.")],
     sigma: Sigma,
     root: Annotated[Path, typer.Option("--out", help="Folder of stores; this one gets its own folder there.")],
-    weights: Annotated[
-        Path | None, typer.Option(help="Checkpoint of a built-in model (safetensors, or torch weights).")
-    ] = None,
+    weights: Weights = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the official CIFAR files.")] = None,
     draws: Annotated[int, typer.Option(help="Noisy copies per image; more can be added later.")] = 256,
     images: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,

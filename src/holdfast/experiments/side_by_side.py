@@ -31,7 +31,7 @@ class AuditRequest:
     """Everything ``holdfast audit`` was asked."""
 
     model: str = "small-cnn"
-    weights: Path | None = None
+    weights: str | Path | None = None
     data: str = "digits"
     data_dir: Path | None = None
     predictor: Path | None = None  # audited instead of freshly calibrated methods
@@ -50,7 +50,7 @@ class AuditRequest:
     clip: bool = False
     attacks: tuple[str, ...] | None = None  # softmax and margin, or the surrogate's alone where there is one
     surrogate: str | None = None
-    surrogate_weights: Path | None = None
+    surrogate_weights: str | Path | None = None
     part: str | None = None
     output: str = "logits"
     device: str | None = None

@@ -26,6 +26,7 @@ class Deployment:
         weights: checkpoint of a built-in model.
         fingerprint: the string given at calibration for a model that is not an ``nn.Module``.
         device: where the model runs; its own choice by default.
+        output: what an ONNX file returns, ``logits`` or ``probabilities``.
         threads: CPU threads of torch in each process.
         settings: limits and policies.
         metrics_folder: where workers add up their metrics; chosen by the server when there are several.
@@ -33,9 +34,10 @@ class Deployment:
 
     predictor: Path
     model: str
-    weights: Path | None = None
+    weights: str | Path | None = None
     fingerprint: str | None = None
     device: str | None = None
+    output: str = "logits"
     threads: int | None = None
     settings: Settings = field(default_factory=Settings)
     metrics_folder: str | None = None
@@ -43,7 +45,7 @@ class Deployment:
     def load(self) -> Predictor:
         """Read the file and put the model under it."""
         manifest, _ = read(self.predictor)
-        model = load_model(self.model, self.weights, manifest["classes"], self.device)
+        model = load_model(self.model, self.weights, manifest["classes"], self.device, self.output)
         if isinstance(model, nn.Module):
             model.eval()
         return load(self.predictor, model, fingerprint=self.fingerprint, device=self.device, progress=False)

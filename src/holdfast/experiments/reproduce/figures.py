@@ -167,7 +167,7 @@ def draw_densities(rows: Sequence[dict[str, Any]]) -> Any:
             xlabel=r"$\Phi^{-1}$(smoothed score), clipped to ±4", yscale="log",
         )  # fmt: skip
     axes[0].set_ylabel("labels per image and bin")
-    axes[1].legend(fontsize=8)
+    axes[0].legend(fontsize=8, loc="upper left")
     return figure
 
 
@@ -203,7 +203,9 @@ def draw_motivation(rows: Sequence[dict[str, Any]]) -> Any:
         axis.grid(axis="x", visible=False)
     axes[0].axhline(1 - ALPHA, color="0.3", lw=1, ls=":")
     axes[0].set_ylim(0.7, 1)
-    axes[0].legend(loc="lower right", fontsize=8)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="upper center", ncols=2, fontsize=9, bbox_to_anchor=(0.5, 1.02)
+    )
     return figure
 
 
