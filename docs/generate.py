@@ -1,4 +1,4 @@
-"""Write what the docs derive from code and results: README table and figure, CLI reference. ``--check`` only compares.
+"""Write what the docs derive from code and results: tables, a figure, the CLI reference. ``--check`` only compares.
 
 python docs/generate.py [--check]
 """
@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 FIGURE = ROOT / "docs" / "figures" / "attack-cifar10.svg"
 CLI = ROOT / "docs" / "cli.md"
+TRAINING = ROOT / "docs" / "training.md"
 ATTACKS = ("attack-cifar10.json", "attack-cifar10-margin-rscp.json", "attack-cifar10-margin-exact.json")
 
 
@@ -90,18 +91,177 @@ def cli_reference() -> str:
     return "\n".join(parts)
 
 
-def with_section(text: str, name: str, body: str) -> str:
+Rows = list[dict[str, Any]]
+HEADS = ("base", "ConfTr", "RCT", "exact-matched")
+
+
+def reproduced(name: str) -> tuple[Rows, dict[str, Any]]:
+    """Rows and manifest of one table of ``holdfast reproduce``."""
+    content = json.loads((ROOT / "results" / "reproduce" / f"{name}.json").read_text())
+    return content["rows"], content["manifest"]
+
+
+def cell(rows: Rows, row: str, column: str) -> dict[str, Any]:
+    (found,) = [one for one in rows if one["row"] == row and one["column"] == column]
+    return found
+
+
+def size(row: dict[str, Any]) -> str:
+    """Mean size and deviation over splits; every label where that is all there was."""
+    mean, std, full = row["size"]["mean"], row["size"]["std"], row["trivial_splits"]
+    if full == row["splits"]:
+        return "every label"
+    text = f"{mean:.1f} ± {std:.1f}" if mean >= 10 else f"{mean:.3f} ± {std:.3f}"
+    return f"{text} ({full} of {row['splits']} splits full)" if full else text
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
+
+
+def presets_table() -> str:
+    """The hyper-parameters of conformal training, from the code."""
+    from holdfast.training.heads import PRESETS
+
+    rows = [
+        [f"`{name}`", str(recipe.epochs), str(recipe.batch_size), f"{recipe.lr:g}", f"{one.temperature:g}", f"{one.size_weight:g}",
+         f"{one.kappa:g}", str(recipe.copies), f"{recipe.momentum:g}", f"{recipe.weight_decay:g}"]
+        for name, one in PRESETS.items() for recipe in [one.recipe]
+    ]  # fmt: skip
+    head = ["preset", "epochs", "batch", "first rate", "T", "λ", "κ", "noisy copies", "momentum", "weight decay"]
+    return table(head, rows)
+
+
+def cards_table() -> str:
+    """What every head cost, and the set size that training saw."""
+    rows = []
+    for path in sorted((ROOT / "weights").glob("*.json")):
+        card = json.loads(path.read_text())
+        if "base" not in card:
+            continue
+        last, recipe = card["history"][-1], card["request"]["recipe"]
+        rows.append(
+            [f"`{path.stem}`", str(recipe["epochs"]), f"{card['bank_seconds']:.1f}" if card["noise"] == "bank" else "no bank",
+             f"{card['seconds']:.1f}", f"{last['hard_size']:.2f}", f"{last['coverage']:.3f}"]
+        )  # fmt: skip
+    head = ["head", "epochs", "bank, s", "in all, s", "size in training", "coverage in training"]
+    return table(head, rows)
+
+
+def bank_table() -> str:
+    """Heads from a bank beside one trained under fresh noise."""
+    rows, manifest = reproduced("bank")
+    columns = list(dict.fromkeys(row["column"] for row in rows))
+    names = list(dict.fromkeys(row["row"] for row in rows))
+    lines = [[name, *(size(cell(rows, name, column)) for column in columns)] for name in names]
+    banks = [name for name in names if name.startswith("bank")]
+    (fresh,) = [name for name in names if name not in banks]
+    mean = {(row["row"], row["column"]): row["size"]["mean"] for row in rows}
+    gap = max(min(abs(mean[fresh, column] - mean[bank, column]) for bank in banks) for column in columns)
+    spread = max(abs(mean[one, column] - mean[other, column]) for one in banks for other in banks for column in columns)
+    return table(["trained from", *columns], lines) + (
+        f"\n\n{manifest['title']}; {rows[0]['splits']} splits. The head trained under fresh noise is never further than "
+        f"{gap:.3f} labels from the nearest bank; banks differ by up to {spread:.3f} from each other."
+    )
+
+
+def ablation_table() -> str:
+    """Which training helps RSCP, beside the paper."""
+    rows, manifest = reproduced("ablation")
+    lines = []
+    for score in ("HPS", "APS"):
+        for name in ("Baseline", *HEADS[1:]):
+            one = cell(rows, name, score)
+            paper = one["paper"]["size"]
+            printed = ["", ""] if paper is None else [f"{paper:.3f}", f"{one['paper']['coverage']:.3f}"]
+            lines.append([score, name, size(one), f"{one['coverage']['mean']:.3f}", *printed])
+    head = ["score", "last layer", "size", "coverage, attacked", "paper: size", "paper: coverage"]
+    return table(head, lines) + f"\n\n{manifest['title']}; plain RSCP, no PTT, {rows[0]['draws']} draws."
+
+
+def ptt_table() -> str:
+    """RCT after PTT: certified RSCP+, and RSCP under attack."""
+    lines = []
+    for name, method in (("table1", "RSCP+, certified"), ("smoothadv-cifar10", "RSCP, attacked"), ("smoothadv-cifar100", "RSCP, attacked")):  # fmt: skip
+        rows, _ = reproduced(name)
+        for column in dict.fromkeys(row["column"] for row in rows):
+            before, after = (cell(rows, kind, column) for kind in ("PTT", "PTT + RCT"))
+            data = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}[before["dataset"]]
+            lines.append(
+                [method, data, before["score"].upper(), size(before), size(after), f"{before['paper']['size']:g}", f"{after['paper']['size']:g}"]
+            )  # fmt: skip
+    head = ["method", "data", "score", "PTT", "PTT + RCT", "paper: PTT", "paper: PTT + RCT"]
+    return table(head, lines)
+
+
+def smallest_in_bold(rows: Rows) -> list[str]:
+    """Sizes side by side, the smallest in bold unless it is every label."""
+    best = min(rows, key=lambda row: row["size"]["mean"])
+    return [f"**{size(row)}**" if row is best and row["trivial_splits"] < row["splits"] else size(row) for row in rows]
+
+
+def setting(column: str) -> tuple[str, str]:
+    """The rule, and the sigma and epsilon it was used at."""
+    rule, at = column.split(", sigma ")
+    return rule, "σ = " + at.replace("epsilon", "ε =")
+
+
+def heads_table(name: str, chosen: bool) -> str:
+    """Sizes with every head, at sigma 0.25 (``chosen``) or elsewhere."""
+    rows, manifest = reproduced(name)
+    lines = []
+    for column in dict.fromkeys(row["column"] for row in rows):
+        rule, at = setting(column)
+        if ("σ = 0.25," in at) == chosen:
+            lines.append([at, rule, *smallest_in_bold([cell(rows, head, column) for head in HEADS])])
+    return table(["at", "rule", *HEADS], lines) + f"\n\n{manifest['title']}; {rows[0]['splits']} splits, clean images."
+
+
+def best_table() -> str:
+    """The exact certificates with the number of draws that suits each head best."""
+    lines = []
+    for name, data in (("heads-cifar10", "CIFAR-10"), ("heads-cifar100", "CIFAR-100")):
+        rows = [row for row in reproduced(name)[0] if row["column"].startswith("exact")]
+        for at in dict.fromkeys(setting(row["column"])[1] for row in rows):
+            mine = [row for row in rows if setting(row["column"])[1] == at]
+            best = [min((r for r in mine if r["row"] == h), key=lambda r: r["size"]["mean"]) for h in HEADS]
+            lines.append([data, at, *smallest_in_bold(best)])
+    return table(["data", "at", *HEADS], lines)
+
+
+def training_page(text: str) -> str:
+    sections = {
+        "presets": presets_table(),
+        "bank": bank_table(),
+        "ablation": ablation_table(),
+        "ptt": ptt_table(),
+        "heads cifar10": heads_table("heads-cifar10", chosen=True),
+        "heads cifar100": heads_table("heads-cifar100", chosen=True),
+        "best": best_table(),
+        "heads elsewhere": heads_table("heads-cifar10", chosen=False),
+        "cards": cards_table(),
+    }
+    for name, body in sections.items():
+        text = with_section(text, name, body, TRAINING.name)
+    return text
+
+
+def with_section(text: str, name: str, body: str, page: str = README.name) -> str:
     """Replace what stands between two markers."""
     pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(\n<!-- end {name} -->)", re.DOTALL)
     if not pattern.search(text):
-        raise SystemExit(f"README.md has no section {name!r}")
+        raise SystemExit(f"{page} has no section {name!r}")
     return pattern.sub(lambda match: match[1] + body + match[2], text)
 
 
 def main() -> None:
     check = "--check" in sys.argv[1:]
     stale = []
-    wanted = {README: with_section(README.read_text(), "attack table", attack_table()), CLI: cli_reference()}
+    wanted = {
+        README: with_section(README.read_text(), "attack table", attack_table()),
+        TRAINING: training_page(TRAINING.read_text()),
+        CLI: cli_reference(),
+    }
     for path, text in wanted.items():
         if not path.exists() or path.read_text() != text:
             stale.append(path.relative_to(ROOT))

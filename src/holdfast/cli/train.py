@@ -41,6 +41,28 @@ def _augmentation(data: Any, pad: int | None, flip: bool | None) -> dict[str, An
     }
 
 
+def _network(model: str, weights: str | None, classes: int) -> Any:
+    """A module to train; a plain function has nothing to change."""
+    import torch
+
+    from holdfast.specs import load_model
+
+    network = load_model(model, weights, classes)
+    if not isinstance(network, torch.nn.Module):
+        raise InputError(f"training needs a torch module; {model} gave {type(network).__name__}")
+    return network
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"cannot compute on device {device!r} ({reason}); try --device cpu") from None
+
+
 def _say(text: str) -> None:
     err.print(text, highlight=False, soft_wrap=True)
 
@@ -59,6 +81,9 @@ def base(
     pad: Pad = None,
     flip: Flip = None,
     resume: Resume = True,
+    checkpoint_seconds: Annotated[
+        float, typer.Option(help="Renew the checkpoint at the end of an epoch that finds it this old.")
+    ] = 30.0,
     device: Device = "cpu",
     seed: Seed = 0,
     as_json: Json = False,
@@ -70,20 +95,20 @@ def base(
     """
     import torch
 
-    from holdfast.specs import load_model, load_parts
+    from holdfast.specs import load_parts
     from holdfast.training.base import Recipe, train_base
 
+    _check_device(device)
     training, test = load_parts(data, data_dir, seed)
     recipe = Recipe(
         sigma, epochs, batch_size, lr, warmup_epochs=min(2, epochs - 1), seed=seed, **_augmentation(training, pad, flip)
     )
     torch.manual_seed(seed)
-    network = load_model(model, weights, len(training.class_names))
-    if not isinstance(network, torch.nn.Module):
-        raise InputError(f"training needs a torch module; {model} gave {type(network).__name__}")
+    network = _network(model, weights, len(training.class_names))
     card = train_base(
-        network, training, test, recipe, out_path, architecture=model, device=device, resume=resume, say=_say
-    )
+        network, training, test, recipe, out_path, architecture=model, device=device, resume=resume,
+        checkpoint_seconds=checkpoint_seconds, say=_say,
+    )  # fmt: skip
     if as_json:
         print_json(card)
         return
@@ -97,10 +122,13 @@ def base(
 
 def _conformal(kind: str) -> Any:
     def command(
-        weights: Annotated[str, typer.Option(help="Base weights: a file, or the name of committed ones.")],
         sigma: Sigma,
         epsilon: Epsilon,
         out_path: Out,
+        weights: Annotated[
+            str | None,
+            typer.Option(help="Base weights: a file, or the name of committed ones; your own function loads its own."),
+        ] = None,
         model: ModelSpec = "small-cnn",
         data: DataSpec = "digits",
         data_dir: DataDir = None,
@@ -127,12 +155,17 @@ def _conformal(kind: str) -> Any:
         seed: Seed = 0,
         as_json: Json = False,
     ) -> None:
-        import torch
-
-        from holdfast.specs import load_model, load_parts
+        from holdfast.models import find_weights
+        from holdfast.specs import MODELS, load_parts
         from holdfast.training.heads import PRESETS
         from holdfast.training.run import ConformalRequest, train_conformal
 
+        _check_device(device)
+        if model in MODELS:
+            if weights is None:
+                raise InputError(f"a last layer is trained over a trained {model}: give its --weights")
+            if find_weights(weights).resolve() == out_path.resolve():
+                raise InputError(f"--out would replace the base weights {weights}; give another name")
         training, _ = load_parts(data, data_dir, seed)
         preset = preset or (training.name if training.name in PRESETS else "cifar10")
         request = ConformalRequest(
@@ -141,12 +174,10 @@ def _conformal(kind: str) -> Any:
         )  # fmt: skip
         asked = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": seed, "reset": not keep_head}
         recipe = replace(request.settings, **{name: value for name, value in asked.items() if value is not None})
-        network = load_model(model, weights, len(training.class_names))
-        if not isinstance(network, torch.nn.Module):
-            raise InputError(f"training needs a torch module; {model} gave {type(network).__name__}")
+        network = _network(model, weights, len(training.class_names))
         card = train_conformal(
-            network, training, replace(request, recipe=recipe), out_path, base=Path(weights).stem, device=device,
-            resume=resume, say=_say,
+            network, training, replace(request, recipe=recipe), out_path, base=find_weights(weights).stem if weights else model,
+            device=device, resume=resume, say=_say,
         )  # fmt: skip
         if as_json:
             print_json(card)

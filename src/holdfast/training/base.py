@@ -45,8 +45,10 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.sigma < 0 or self.epochs < 1 or self.batch_size < 1 or self.lr <= 0:
-            raise InputError(f"expected sigma >= 0, epochs >= 1, batch_size >= 1 and lr > 0, got {self}")
+        if not (0 <= self.sigma < math.inf and 0 < self.lr < math.inf) or min(self.epochs, self.batch_size) < 1:
+            raise InputError(f"expected sigma >= 0, epochs >= 1, batch_size >= 1 and lr > 0, all finite, got {self}")
+        if self.pad < 0:
+            raise InputError(f"expected a shift of 0 pixels or more, got pad {self.pad}")
 
     def learning_rate(self, step: int, steps_per_epoch: int) -> float:
         """Linear warm-up, then cosine to zero.
@@ -131,6 +133,26 @@ class Trainer:
         return {**{f"model.{name}": value for name, value in self.model.state_dict().items()}, **self.sgd.state()}
 
 
+@torch.no_grad()
+def check_logits(model: nn.Module, data: Labelled, device: torch.device | str) -> None:
+    """Refuse a model that does not give one logit per class, before anything is trained."""
+    images, classes = data.images[:2].to(device), len(data.class_names)
+    try:
+        logits = model.to(device).eval()(images)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"{type(model).__name__} cannot take images of shape {tuple(images.shape[1:])} ({reason}); "
+            "it must map [n, c, h, w] in [0, 1] to logits [n, classes]"
+        ) from None
+    found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if found != (len(images), classes):
+        raise InputError(
+            f"expected logits of shape {(len(images), classes)} for {len(images)} images of {data.name} with {classes} "
+            f"classes, got {found} from {type(model).__name__}"
+        )
+
+
 @torch.inference_mode()
 def noisy_accuracy(model: nn.Module, data: Labelled, sigma: float, device: torch.device | str, seed: int = 0) -> float:
     """Share of images classified rightly under one noisy draw each."""
@@ -166,6 +188,7 @@ def train_base(
     """
     out, checkpoint = Path(out), checkpoint_path(out)
     make_folder(out.parent)
+    check_logits(model, train, device)
     trainer = Trainer(model, train, recipe, device)
     before = Checkpoint.load(checkpoint, asdict(recipe), trainer.state()) if resume else None
     if before:

@@ -50,8 +50,8 @@ class HeadRecipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.epochs < 1 or self.batch_size < 2 or self.copies < 1 or not self.lr > 0:
-            raise InputError(f"expected epochs >= 1, batch_size >= 2, copies >= 1 and lr > 0, got {self}")
+        if self.epochs < 1 or self.batch_size < 2 or self.copies < 1 or not 0 < self.lr < math.inf:
+            raise InputError(f"expected epochs >= 1, batch_size >= 2, copies >= 1 and a finite lr > 0, got {self}")
 
     @property
     def milestones(self) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +26,7 @@ from holdfast.progress import Report
 from holdfast.scores import log_odds
 from holdfast.smoothing import fingerprint
 from holdfast.training.bank import FeatureBank
-from holdfast.training.base import hardware
+from holdfast.training.base import check_logits, hardware
 from holdfast.training.conformal import ConformalLoss, ExactRCT
 from holdfast.training.heads import PRESETS, HeadRecipe, train_head, train_network
 from holdfast.training.resume import checkpoint_path
@@ -66,12 +67,15 @@ class ConformalRequest:
             raise InputError(f"expected rct, conftr or exact, got {self.kind!r}")
         if self.preset not in PRESETS:
             raise InputError(f"expected a preset among {', '.join(PRESETS)}, got {self.preset!r}")
-        if not self.sigma > 0 or self.epsilon < 0 or not 0 < self.alpha < 1:
+        if not (0 < self.sigma < math.inf and 0 <= self.epsilon < math.inf and 0 < self.alpha < 1):
             raise InputError(
-                f"expected sigma > 0, epsilon >= 0 and alpha in (0, 1), got {self.sigma}, {self.epsilon} and {self.alpha}"
+                "expected a finite sigma > 0, a finite epsilon >= 0 and alpha in (0, 1), "
+                f"got {self.sigma}, {self.epsilon} and {self.alpha}"
             )
         if self.validation < 0:
             raise InputError(f"expected a number of validation images, got {self.validation}")
+        if self.pad < 0:
+            raise InputError(f"expected a shift of 0 pixels or more, got pad {self.pad}")
 
     @property
     def settings(self) -> HeadRecipe:
@@ -146,6 +150,7 @@ def train_conformal(
     make_folder(out.parent)
     if not resume:
         checkpoint.unlink(missing_ok=True)
+    check_logits(model, data, device)
     start = time.monotonic()
     kept, held = request.parts(data)
     recipe = replace(request.settings, copies=request.copies)
