@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 FIGURE = ROOT / "docs" / "figures" / "attack-cifar10.svg"
 CLI = ROOT / "docs" / "cli.md"
+REPRODUCING = ROOT / "docs" / "reproducing.md"
+FIGURES = ("motivation", "temperature", "inverse-cdf", "densities", "overhead", "draws-cifar100")
 TRAINING = ROOT / "docs" / "training.md"
 ATTACKS = ("attack-cifar10.json", "attack-cifar10-margin-rscp.json", "attack-cifar10-margin-exact.json")
 
@@ -246,6 +248,40 @@ def training_page(text: str) -> str:
     return text
 
 
+def reproduced_tables() -> str:
+    """Every result of ``holdfast reproduce`` in results/, in the order of the paper's list."""
+    from holdfast.experiments.reproduce import show
+    from holdfast.experiments.reproduce.run import catalogue, facts
+
+    parts = []
+    for name, item in catalogue().items():
+        if name.startswith("heads") or not (ROOT / "results" / "reproduce" / f"{name}.json").is_file():
+            continue  # the heads have a page of their own
+        rows, manifest = reproduced(name)
+        head, body = show.any_grid(rows)
+        parts += [f"### {item.title}", "", f"`{name}`: {item.where}. {facts(manifest)} {item.note}".strip(), ""]
+        if head:
+            parts += [show.markdown(head, body), ""]
+        better = show.improvements(rows) if name == "table1" else []
+        parts += [*(f"- Baseline over size, {line}" for line in better), ""] if better else []
+        if name in FIGURES:
+            parts += [f"![{item.title}](figures/{name}.svg)", ""]
+    return "\n".join(parts).rstrip()
+
+
+def reproduced_figures() -> dict[Path, str]:
+    """Drawings of results, each beginning with the digest of its rows."""
+    from holdfast import plots
+    from holdfast.experiments.reproduce.run import draw
+
+    drawn = {}
+    for name in FIGURES:
+        rows, _ = reproduced(name)
+        digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+        drawn[ROOT / "docs" / "figures" / f"{name}.svg"] = f"<!-- rows {digest} -->\n" + plots.svg(draw(name, rows)) + "\n"
+    return drawn
+
+
 def with_section(text: str, name: str, body: str, page: str = README.name) -> str:
     """Replace what stands between two markers."""
     pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(\n<!-- end {name} -->)", re.DOTALL)
@@ -260,6 +296,7 @@ def main() -> None:
     wanted = {
         README: with_section(README.read_text(), "attack table", attack_table()),
         TRAINING: training_page(TRAINING.read_text()),
+        REPRODUCING: with_section(REPRODUCING.read_text(), "results", reproduced_tables(), REPRODUCING.name),
         CLI: cli_reference(),
     }
     for path, text in wanted.items():
@@ -268,11 +305,11 @@ def main() -> None:
             if not check:
                 path.write_text(text)
     # Fonts differ between machines: a figure is current when it was drawn from these rows.
-    drawn = figure()
-    if not FIGURE.exists() or FIGURE.read_text().splitlines()[0] != drawn.splitlines()[0]:
-        stale.append(FIGURE.relative_to(ROOT))
-        if not check:
-            FIGURE.write_text(drawn)
+    for path, drawn in {FIGURE: figure(), **reproduced_figures()}.items():
+        if not path.exists() or path.read_text().splitlines()[0] != drawn.splitlines()[0]:
+            stale.append(path.relative_to(ROOT))
+            if not check:
+                path.write_text(drawn)
     if check and stale:
         raise SystemExit(f"out of date: {', '.join(map(str, stale))}; run `make docs` and commit")
     print("docs are current" if not stale else f"wrote {', '.join(map(str, stale))}")

@@ -397,3 +397,25 @@ def test_weights_are_found_by_path_name_and_variable(tmp_path: Path, monkeypatch
     assert find_weights("cifar10-resnet110-sigma0.25").name == "cifar10-resnet110-sigma0.25.safetensors"
     with pytest.raises(InputError, match="no weights at"):
         find_weights(tmp_path / "elsewhere" / "mine")
+
+
+def test_a_killed_run_does_not_go_on_over_other_weights_or_data(
+    model: SmallCNN, data: Labelled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 10**6, 11))
+    monkeypatch.setattr("holdfast.training.heads.time.monotonic", lambda: float(next(clock)))
+    save, out = Checkpoint.save, tmp_path / "head.safetensors"
+
+    def save_and_die(self: Checkpoint, where: Path, facts: dict[str, Any]) -> None:
+        save(self, where, facts)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Checkpoint, "save", save_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        train_conformal(model, data, request("rct"), out, base="small", say=lambda _: None, progress=False)
+    monkeypatch.setattr(Checkpoint, "save", save)
+    for network, images in ((SmallCNN(), data), (model, data[torch.arange(len(data)).flip(0)])):
+        with pytest.raises(InputError, match="another recipe, other data or other base weights"):
+            train_conformal(network, images, request("rct"), out, base="small", say=lambda _: None, progress=False)
+    train_conformal(model, data, request("rct"), out, base="small", say=lambda _: None, progress=False)
+    assert out.is_file()

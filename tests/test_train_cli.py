@@ -269,7 +269,7 @@ def test_ones_own_function_loads_its_own_weights(
     line = refused(
         capsys, *command, "--model", "own_nets:make", "--weights", base, "--out", own / "out.safetensors"
     )  # fmt: skip
-    assert "let your function load its own" in line
+    assert "a function loads its own" in line
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

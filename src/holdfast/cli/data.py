@@ -47,10 +47,15 @@ def data(
     elif not found:
         out.print(f"nothing of {name} in {folder}", highlight=False, soft_wrap=True)
     else:
-        rows = [[str(one.path), one.form, f"{one.path.stat().st_size:,}", one.state] for one in found]
+        rows = [[_under(one.path, folder), one.form, f"{one.path.stat().st_size:,}", one.state] for one in found]
         print_table(f"{name} in {folder}", ["file", "version", "bytes", "checksum"], rows)
     if check and not good:
         raise typer.Exit(1)
+
+
+def _under(path: Path, folder: Path) -> str:
+    """A file by its place in the folder, which the title names already."""
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
 
 def _list(as_json: bool) -> None:

@@ -190,7 +190,8 @@ def train_base(
     make_folder(out.parent)
     check_logits(model, train, device)
     trainer = Trainer(model, train, recipe, device)
-    before = Checkpoint.load(checkpoint, asdict(recipe), trainer.state()) if resume else None
+    belongs = {**asdict(recipe), "data": train.fingerprint}
+    before = Checkpoint.load(checkpoint, belongs, trainer.state()) if resume else None
     if before:
         copy_into(trainer.state(), before.state)
         trainer.epoch = before.epoch
@@ -214,7 +215,7 @@ def train_base(
                     f"epoch {trainer.epoch}/{recipe.epochs}  loss {loss:.3f}  noisy accuracy {accuracy:.3f}  {left:.0f} s left"
                 )
             if now - saved >= checkpoint_seconds and trainer.epoch < recipe.epochs:
-                Checkpoint(trainer.state(), trainer.epoch, spent + now - start).save(checkpoint, asdict(recipe))
+                Checkpoint(trainer.state(), trainer.epoch, spent + now - start).save(checkpoint, belongs)
                 saved = now
     seconds = spent + time.monotonic() - start
     content = weights_bytes(trainer.model, {"architecture": architecture, "sigma": recipe.sigma})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -171,13 +171,15 @@ def train_head(
     validation: FeatureBank | None = None,
     log: Log | None = None,
     checkpoint: Path | None = None,
+    belongs: Mapping[str, Any] | None = None,
     progress: bool | Report = True,
 ) -> nn.Module:
     """A copy of ``model`` whose last layer was trained with ``loss`` on banked features; the rest is untouched.
 
     A batch uses ``recipe.copies`` noisy copies of one view of every image, drawn afresh for every batch (one copy for
     :class:`ConfTr`). ``log`` receives loss, soft and hard set size and coverage per epoch, on ``validation`` where given.
-    With ``checkpoint`` a killed run goes on where it was.
+    With ``checkpoint`` a killed run goes on where it was, if ``belongs`` (what else it depends on: data, base weights) is
+    what it was.
     """
     model = copy.deepcopy(model).to(bank.device).eval()
     _, head = last_linear(model)
@@ -189,7 +191,7 @@ def train_head(
         parameter.requires_grad_(True)
     trainer = _ConformalTrainer(list(head.parameters()), _Banked(model, bank), loss, recipe)
     judge = None if validation is None else _Banked(model, validation)
-    _run(trainer, judge, log, checkpoint, progress)
+    _run(trainer, judge, log, checkpoint, belongs, progress)
     return model
 
 
@@ -207,6 +209,7 @@ def train_network(
     validation: Labelled | None = None,
     log: Log | None = None,
     checkpoint: Path | None = None,
+    belongs: Mapping[str, Any] | None = None,
     progress: bool | Report = True,
 ) -> nn.Module:
     """A copy of ``model`` trained with ``loss`` under fresh noise in every batch: all of it, or (not ``whole``) its last layer.
@@ -225,7 +228,7 @@ def train_network(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     source = _Fresh(model, data, sigma, pad, flip)
     judge = None if validation is None else _Fresh(model, validation, sigma, 0, False)
-    _run(_ConformalTrainer(trained, source, loss, recipe), judge, log, checkpoint, progress)
+    _run(_ConformalTrainer(trained, source, loss, recipe), judge, log, checkpoint, belongs, progress)
     return model
 
 
@@ -239,9 +242,9 @@ def _reset(head: nn.Linear, seed: int) -> None:
 
 def _run(
     trainer: _ConformalTrainer, judge: _Banked | _Fresh | None, log: Log | None, checkpoint: Path | None,
-    progress: bool | Report,
+    belongs: Mapping[str, Any] | None, progress: bool | Report,
 ) -> None:  # fmt: skip
-    recipe = {**asdict(trainer.recipe), "loss": type(trainer.loss).__name__, **asdict(trainer.loss)}
+    recipe = {**asdict(trainer.recipe), "loss": type(trainer.loss).__name__, **asdict(trainer.loss), **(belongs or {})}
     before = Checkpoint.load(checkpoint, recipe, trainer.state()) if checkpoint else None
     if before:
         copy_into(trainer.state(), before.state)

@@ -42,7 +42,9 @@ class Checkpoint:
         except (SafetensorError, OSError, ValueError) as error:
             raise InputError(f"{path} is not a readable checkpoint ({error}); delete it to start over") from None
         if facts.get("recipe") != json.loads(json.dumps(recipe)):
-            raise InputError(f"{path} belongs to another recipe; delete it to start over, or train into another file")
+            raise InputError(
+                f"{path} belongs to another recipe, other data or other base weights; delete it to start over, or train into another file"
+            )
         shapes = {name: value.shape for name, value in state.items()}
         if shapes != {name: value.shape for name, value in expected.items()}:
             raise InputError(f"{path} belongs to another architecture; delete it or train into another file")

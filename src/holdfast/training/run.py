@@ -165,7 +165,13 @@ def train_conformal(
                 f"hard size {entry['hard_size']:.3f}  coverage {entry['coverage']:.3f}"
             )
 
-    shared: dict[str, Any] = {"log": log, "checkpoint": checkpoint, "progress": progress}
+    belongs = {
+        "data": data.fingerprint,
+        "base": fingerprint(model),
+        "sigma": request.noise,
+        "validation": request.validation,
+    }
+    shared: dict[str, Any] = {"log": log, "checkpoint": checkpoint, "belongs": belongs, "progress": progress}
     options: dict[str, Any] = {"device": device, "compile": compile, "seed": recipe.seed, "progress": progress}
     given = 0.0 if bank is None else bank.seconds
     if request.whole or request.fresh:
