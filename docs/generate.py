@@ -278,7 +278,9 @@ def reproduced_figures() -> dict[Path, str]:
     for name in FIGURES:
         rows, _ = reproduced(name)
         digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-        drawn[ROOT / "docs" / "figures" / f"{name}.svg"] = f"<!-- rows {digest} -->\n" + plots.svg(draw(name, rows)) + "\n"
+        drawn[ROOT / "docs" / "figures" / f"{name}.svg"] = (
+            f"<!-- rows {digest} -->\n" + plots.svg(draw(name, rows)) + "\n"
+        )
     return drawn
 
 
