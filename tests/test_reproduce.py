@@ -114,6 +114,22 @@ def test_every_table_has_what_goes_beyond_the_paper(name: str) -> None:
         assert {"RCP1, 1 draw", "BinCP, 256 draws", "CAS, 256 draws"} <= rows
 
 
+def test_fewer_draws_are_said() -> None:
+    """A row never claims draws it did not have: it is renamed, or left out where its place names its draws."""
+    for table in tables().values():
+        for cell in capped(table.cells, 4):
+            draws = cell.request.draws or 0
+            assert draws <= 4
+            if "draw" in cell.row:
+                assert f"{draws} draw" in cell.row
+            assert "N =" not in cell.column
+            assert "draws" not in cell.column or f"{draws} draw" in cell.column
+    rows = {cell.row for cell in capped(tables()["table1"].cells, 4)}
+    assert {"PTT, 4 draws", "exact, 1 draw", "exact, 4 draws"} <= rows
+    assert capped(tables()["table3"].cells, 4) == []
+    assert capped(tables()["table1"].cells, None) == list(tables()["table1"].cells)
+
+
 def test_settings_are_the_papers() -> None:
     """RCT heads are those of the cell's own epsilon; sigma is twice epsilon where the table says so."""
     for table in tables().values():
@@ -141,10 +157,11 @@ def test_all_of_cifar_runs_and_draws(
     monkeypatch.setattr("holdfast.experiments.reproduce.run.tables", lambda: fewer)
     job = replace(run(folders, tmp_path), say=said.append)
     files = job.reproduce(["all"], "holdfast reproduce all")
-    missing = {"table2", "draws-imagenet", "holdout-imagenet", "smoothadv-imagenet"}
+    missing = {"table2", "table3", "draws-imagenet", "holdout-imagenet", "smoothadv-imagenet"}
     assert {path.stem for path in files} == set(catalogue()) - missing
-    assert sum("ImageNet is needed and cannot be downloaded" in line for line in said) == 4
-    assert said[-1] == "passed over: table2, draws-imagenet, holdout-imagenet, smoothadv-imagenet"
+    assert sum("ImageNet is needed and cannot be downloaded" in line for line in said) == 3
+    assert "  passed over: table3 is about more than 4 draws; ask for more with --draws" in said
+    assert said[-1] == "passed over: table2, table3, draws-imagenet, holdout-imagenet, smoothadv-imagenet"
     for path in files:
         content = json.loads(path.read_text())
         assert content["manifest"]["config"]["splits"] == 2
@@ -155,11 +172,11 @@ def test_all_of_cifar_runs_and_draws(
             for row, cell in zip(content["rows"], cells, strict=True):
                 assert (row["attack"] == "SmoothAdv") == cell.attacked
                 assert row["draws"] <= 4
-        if path.stem in tables() and path.stem not in ("table1", "table3", "temperature", "motivation"):
+        if path.stem in tables() and path.stem not in ("table1", "temperature", "motivation"):
             continue
         page = next(made for made in write_page(path) if made.suffix == ".html").read_text()
         assert item.title in html.unescape(page)
-    assert {p.stem for p in (tmp_path / "out").glob("*.png")} >= {*figures(), "table3", "temperature", "motivation"}
+    assert {p.stem for p in (tmp_path / "out").glob("*.png")} >= {*figures(), "temperature", "motivation"}
     assert "(paper 2.294 ± 0.051)" in (tmp_path / "out" / "table1.md").read_text()
 
 
@@ -216,9 +233,10 @@ def test_imagenet_runs_on_any_folder_of_a_thousand_classes(tmp_path: Path) -> No
     state = {f"1.module.{name}": value for name, value in ResNet50().state_dict().items() if "normalize" not in name}
     torch.save({"state_dict": state}, models / "imagenet-resnet50-sigma0.5.pth.tar")
     m = material((tmp_path / "data", models), tmp_path, images=54, holdout=14, attack_images=4)
-    names = [name for name in tables() if "imagenet" in tables()[name].datasets]
+    names = ["table2", "holdout-imagenet", "smoothadv-imagenet"]
+    assert {name for name in tables() if "imagenet" in tables()[name].datasets} == {*names, "draws-imagenet"}
     files = Run(m, tmp_path / "out", splits=2, draws=2, say=lambda _: None).reproduce(names, "")
-    assert {path.stem for path in files} == {"table2", "draws-imagenet", "holdout-imagenet", "smoothadv-imagenet"}
+    assert [path.stem for path in files] == names
     for path in files:
         for row in json.loads(path.read_text())["rows"]:
             assert 0 < row["size"]["mean"] <= 1000

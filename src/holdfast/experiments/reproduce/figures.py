@@ -189,7 +189,9 @@ def draw_overhead(rows: Sequence[dict[str, Any]]) -> Any:
 
 def draw_motivation(rows: Sequence[dict[str, Any]]) -> Any:
     """Coverage and size, clean and attacked, as bars."""
-    names = ("Vanilla CP", "RSCP", "RSCP, PTT + RCT", "exact, 1 draw", "exact, 16 draws")
+    shown = ("Vanilla CP", "RSCP", "RSCP, PTT + RCT", "exact, 1 draw", "exact, 16 draws")
+    # With fewer draws than the paper's a row says how many it had.
+    names = [name for name in dict.fromkeys(row["row"] for row in rows) if name in shown or name.startswith("RSCP")]
     figure, axes = _pyplot().subplots(1, 2, figsize=(10, 3.6))
     for axis, what, label in zip(axes, ("coverage", "size"), ("coverage", "labels per set"), strict=True):
         for index, column in enumerate(("clean", "attacked")):

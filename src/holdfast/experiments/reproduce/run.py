@@ -87,6 +87,8 @@ class Run:
         if isinstance(item, Figure):
             return item.compute(self.material)
         cells = capped(item.cells, self.draws)
+        if not cells:
+            raise InputError(f"{item.name} is about more than {self.draws} draws; ask for more with --draws")
         compute(cells, self.material, known, splits=self.splits, most=self.draws, say=self.say)
         return rows_of(cells, item, known)
 

@@ -19,16 +19,22 @@ Say = Callable[[str], None]
 
 
 def capped(cells: Sequence[Cell], most: int | None) -> list[Cell]:
-    """The cells with at most so many draws; those that mean nothing with so few are left out."""
+    """The cells with at most so many draws, and their rows named accordingly.
+
+    Those whose place names its draws, and those that mean nothing with so few, are left out.
+    """
     if most is None:
         return list(cells)
     fewer = []
     for cell in cells:
         asked = cell.request
         draws = min(asked.draws or most, most)
+        named = "draws" in cell.row + cell.column or cell.column.startswith("N =")
+        if draws < get_method(asked.method).least_draws or (named and (asked.draws or 0) > most):
+            continue
+        row = cell.row if draws == asked.draws else f"{cell.row}, {draws} draw{'s' if draws > 1 else ''}"
         calibration = asked.calibration_draws and min(asked.calibration_draws, most)
-        if draws >= get_method(asked.method).least_draws:
-            fewer.append(replace(cell, request=replace(asked, draws=draws, calibration_draws=calibration)))
+        fewer.append(replace(cell, row=row, request=replace(asked, draws=draws, calibration_draws=calibration)))
     return fewer
 
 
