@@ -369,3 +369,21 @@ def test_names_of_the_model_are_as_it_says(tmp_path: Path) -> None:
 def test_gradients_of_the_input_do_not_disturb(tmp_path: Path) -> None:
     images: Tensor = TEST[0][:3].clone().requires_grad_(True)
     assert not OnnxClassifier(linear(tmp_path / "m.onnx"))(images).requires_grad
+
+
+def test_a_model_in_train_mode_is_refused(tmp_path: Path) -> None:
+    """Batch norm that looks at its batch: an attacker who fills the rest of it would move the logits."""
+    ones, zeros = np.ones(4, dtype=np.float32), np.zeros(4, dtype=np.float32)
+    constants = [numpy_helper.from_array(a, n) for a, n in ((ones, "s"), (zeros, "b"), (zeros, "m"), (ones, "v"))]
+    for training, refused in ((1, True), (0, False)):
+        outputs = ["y", "m2", "v2"] if training else ["y"]
+        node = helper.make_node("BatchNormalization", ["x", "s", "b", "m", "v"], outputs, training_mode=training)
+        graph = helper.make_graph([node], "g", [info("x")], [info("y")], constants)
+        model = OnnxClassifier(write(graph, tmp_path / f"{training}.onnx"))
+        if refused:
+            with pytest.raises(
+                InputError, match=r"change with its neighbours in the batch .* export the model in eval mode"
+            ):
+                model(torch.rand(5, 4))
+        else:
+            assert model(torch.rand(5, 4)).shape == (5, 4)

@@ -606,3 +606,17 @@ def test_a_report_needs_labels_and_a_place(
     assert "no array 'labels'" in refused(capsys, *base, "--data", place / "new.npz", "--out", tmp_path / "r.html")
     line = refused(capsys, *base, "--data", place / "labelled.npz", "--out", tmp_path / "no" / "r.html")
     assert "create it first" in line
+
+
+def test_weights_given_as_a_predictor_and_devices_that_are_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from holdfast.models import SmallCNN
+    from holdfast.models.checkpoints import weights_bytes
+
+    weights = tmp_path / "weights.safetensors"
+    weights.write_bytes(weights_bytes(SmallCNN(), {"architecture": "small-cnn"}))
+    given = ("--model", "small-cnn", "--weights", weights, "--data", "digits")
+    assert "not a holdfast predictor" in refused(capsys, "predict", weights, *given)
+    line = refused(capsys, "calibrate", *given, "--device", "banana", *LEVEL, "--out", tmp_path / "p.safetensors")
+    assert "no device 'banana' here" in line

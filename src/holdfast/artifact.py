@@ -127,7 +127,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, ValueError, OSError) as error:
         raise InputError(f"{path} is not a complete safetensors file ({error}); save the predictor again") from None
-    if "holdfast" not in metadata:
+    if "holdfast" not in metadata or "sha256" not in metadata:
         raise InputError(f"{path} is a safetensors file but not a holdfast predictor; make one with Predictor.save")
     text = metadata["holdfast"]
     if hashlib.sha256(text.encode()).hexdigest() != metadata.get("sha256"):

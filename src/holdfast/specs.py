@@ -54,6 +54,8 @@ def load_model(
     suffix = Path(spec).suffix.lower()
     if output != "logits" and suffix != ".onnx":
         raise InputError(f"{output} are for ONNX files; let your function return the logarithm of its probabilities")
+    if device is not None:
+        _check_device(device)
     if spec in MODELS:
         model = MODELS[spec](classes)
         if weights is not None:
@@ -72,6 +74,14 @@ def load_model(
     if suffix in _OTHER_FILES:
         raise InputError(f"{spec}: {_OTHER_FILES[suffix]}")
     return _from_function(spec, device)
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise InputError(f"no device {device!r} here ({reason}); use cpu, or cuda where there is a GPU") from None
 
 
 _ARCHITECTURE = "weights alone are no model: give --model NAME --weights FILE, or a function that builds and loads it"
@@ -106,20 +116,40 @@ def _from_function(spec: str, device: str | None) -> Classifier:
 
 
 def load_predictor(
-    path: str | Path, model: str, weights: str | Path | None = None, device: str | None = None, output: str = "logits"
+    path: str | Path,
+    model: str,
+    weights: str | Path | None = None,
+    device: str | None = None,
+    output: str = "logits",
+    batch_size: int | None = None,
 ) -> Predictor:
     """A saved predictor with its model, which is named as for :func:`load_model`."""
     classes = read(path)[0]["classes"]
-    return load(path, load_model(model, weights, classes, device, output), device=device)
+    if model in MODELS and weights is None:
+        raise InputError(f"{model} needs --weights FILE: those that the predictor was calibrated with")
+    return load(path, load_model(model, weights, classes, device, output), batch_size=batch_size, device=device)
 
 
-def load_parts(spec: str, folder: str | Path | None = None, seed: int = 0) -> tuple[Labelled, Labelled]:
-    """Training and test data: the official parts where there are such, a random four fifths and the rest elsewhere."""
+def load_parts(
+    spec: str, folder: str | Path | None = None, part: str | None = None, seed: int = 0
+) -> tuple[Labelled, Labelled]:
+    """Training and test data: the official parts where there are such, four fifths and one fifth of ``part`` elsewhere.
+
+    ``part`` is the first half by default, so that ``3/4`` and ``4/4`` remain for calibration and for judging: a point that
+    was trained on must not calibrate.
+
+    Example:
+        >>> trained = set(part_rows(1797, "1/2").tolist())
+        >>> trained.isdisjoint(part_rows(1797, "3/4").tolist() + part_rows(1797, "4/4").tolist())
+        True
+    """
     if spec in OFFICIAL:
+        if part is not None:
+            raise InputError(f"{spec} has an official training part; leave --part out")
         return load_data(spec, folder, "train"), load_data(spec, folder)
-    data = load_data(spec, folder)
+    data = take_part(load_data(spec, folder), part or "1/2")
     if len(data) < 2:
-        raise InputError(f"expected at least 2 examples in {spec}, got {len(data)}")
+        raise InputError(f"expected at least 2 examples in that part of {spec}, got {len(data)}")
     train, test = data.split(max(1, 4 * len(data) // 5), -1, seed=seed)
     return train, test
 

@@ -55,6 +55,7 @@ class OnnxClassifier:
         self._fixed: list[int | None] = [size if isinstance(size, int) else None for size in shape]
         classes = self._output.shape[-1] if self._output.shape else None
         self.classes = classes if isinstance(classes, int) else None
+        self._alone = False
 
     def __call__(self, images: Tensor) -> Tensor:
         inputs = images.detach().cpu()
@@ -70,7 +71,25 @@ class OnnxClassifier:
                 f"got [n, {', '.join(map(str, inputs.shape[1:]))}]"
             )
         batch = expected[0] if expected else None
+        if not self._alone and len(inputs):
+            self._refuse_train_mode(inputs[:1], batch)
         return in_batches(self._run, inputs, least=batch or 1, most=batch).to(images.device)
+
+    def _refuse_train_mode(self, image: Tensor, batch: int | None) -> None:
+        """An image's logits must not depend on its neighbours in the batch, nor on chance: both void every promise."""
+        if batch == 1:
+            first, second = self._run(image), self._run(image)
+        else:
+            others = (batch or 2) - 1
+            first = self._run(torch.cat([image, image.repeat_interleave(others, dim=0)]))
+            second = self._run(torch.cat([image, (1 - image).repeat_interleave(others, dim=0)]))
+        rows = batch or 2
+        if len(first) == len(second) == rows and not torch.allclose(first[0], second[0], rtol=1e-3, atol=1e-3):
+            raise InputError(
+                f"{self.path.name}: the logits of an image change with its neighbours in the batch or from run to run; export the "
+                "model in eval mode (batch norm and dropout included)"
+            )
+        self._alone = True
 
     def _run(self, inputs: Tensor) -> Tensor:
         array = inputs.numpy().astype(_DTYPES[self._input.type], copy=False)

@@ -200,8 +200,7 @@ def predict(
 
     if to is not None:
         check_place(to)
-    predictor = load_predictor(saved, model, weights, device, model_output)
-    predictor.smoother.batch_size = batch_size
+    predictor = load_predictor(saved, model, weights, device, model_output, batch_size)
     inputs = load_inputs(data, data_dir, part)
     sets = _sets(predictor, inputs, alpha, epsilon, nested, seed)
     index = inputs.rows.tolist()
@@ -265,8 +264,7 @@ def report(
     from holdfast.specs import load_inputs, load_predictor
 
     check_place(to)
-    predictor = load_predictor(saved, model, weights, device, model_output)
-    predictor.smoother.batch_size = batch_size
+    predictor = load_predictor(saved, model, weights, device, model_output, batch_size)
     inputs = load_inputs(data, data_dir, part, labelled=True)
     assert inputs.labels is not None
     sets = _sets(predictor, inputs, alpha, epsilon, False, seed)

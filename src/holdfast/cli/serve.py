@@ -66,6 +66,8 @@ def serve(
     from holdfast.serve.server import run
     from holdfast.serve.settings import MIB
 
+    if not 0 < max_body_mib < 2**20:
+        raise InputError(f"expected --max-body-mib above 0, got {max_body_mib:g}")
     settings = Settings(
         image_shape=None if shape is None else _shape(shape), max_images=max_images, max_batch=max_batch,
         batch_wait=batch_wait_ms / 1000, max_queue=max_queue, max_body=round(max_body_mib * MIB),

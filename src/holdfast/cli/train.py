@@ -24,6 +24,13 @@ ModelSpec = Annotated[
 Weights = Annotated[str | None, typer.Option(help="Weights to start from: a file, or the name of committed ones.")]
 DataSpec = Annotated[str, typer.Option(help="`digits`, `cifar10`, `cifar100`, or a file with `images` and `labels`.")]
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the official files.")]
+Part = Annotated[
+    str | None,
+    typer.Option(
+        help="k/m: train on the k-th of m random disjoint parts, where there is no official training part; 1/2 by default, which "
+        "leaves 3/4 and 4/4 for calibration and for judging."
+    ),
+]
 Out = Annotated[Path, typer.Option("--out", help="Where weights go (.safetensors); a card is written beside them.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Flip = Annotated[bool | None, typer.Option(help="Mirror images at random; by default for photographs only.")]
@@ -75,6 +82,7 @@ def base(
     weights: Weights = None,
     data: DataSpec = "digits",
     data_dir: DataDir = None,
+    part: Part = None,
     epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 80,
     batch_size: Annotated[int, typer.Option(help="Images per step.")] = 256,
     lr: Annotated[float, typer.Option(help="Highest learning rate: linear warm-up, then cosine.")] = 0.1,
@@ -99,7 +107,7 @@ def base(
     from holdfast.training.base import Recipe, train_base
 
     _check_device(device)
-    training, test = load_parts(data, data_dir, seed)
+    training, test = load_parts(data, data_dir, part, seed)
     recipe = Recipe(
         sigma, epochs, batch_size, lr, warmup_epochs=min(2, epochs - 1), seed=seed, **_augmentation(training, pad, flip)
     )
@@ -132,6 +140,7 @@ def _conformal(kind: str) -> Any:
         model: ModelSpec = "small-cnn",
         data: DataSpec = "digits",
         data_dir: DataDir = None,
+        part: Part = None,
         alpha: Alpha = 0.1,
         preset: Annotated[
             str | None, typer.Option(help="`cifar10` or `cifar100`: whose hyper-parameters; by the data by default.")
@@ -166,7 +175,7 @@ def _conformal(kind: str) -> Any:
                 raise InputError(f"a last layer is trained over a trained {model}: give its --weights")
             if find_weights(weights).resolve() == out_path.resolve():
                 raise InputError(f"--out would replace the base weights {weights}; give another name")
-        training, _ = load_parts(data, data_dir, seed)
+        training, _ = load_parts(data, data_dir, part, seed)
         preset = preset or (training.name if training.name in PRESETS else "cifar10")
         request = ConformalRequest(
             kind, sigma, epsilon, alpha, preset, views=views, validation=min(validation, len(training) // 10),

@@ -38,6 +38,12 @@ def image_shape(predictor: Predictor, settings: Settings) -> tuple[int, ...]:
     known, given = predictor.image_shape, settings.image_shape
     if known is not None and given is not None and known != given:
         raise InputError(f"the predictor was calibrated on images of shape {known}, not {given}; leave the shape out")
+    seen = predictor.inputs
+    if seen is not None and (seen.low < 0 or seen.high > 1):
+        raise InputError(
+            f"the service takes values in [0, 1], this predictor was calibrated on [{seen.low:.3g}, {seen.high:.3g}]; scale the "
+            "inputs inside the model and calibrate again"
+        )
     shape = known or given
     if shape is None:
         raise InputError("this predictor's file does not say the shape of its images; give it, for instance 3x32x32")

@@ -43,7 +43,7 @@ class Reader:
             raise invalid(f"expected no query parameters, got {', '.join(sorted(request.query_params))[:80]}; {SEED}")
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind == "application/json":
-            images, alpha, epsilon = self._json(await request.body())
+            images, alpha, epsilon = await asyncio.to_thread(self._json, await request.body())
         elif kind == "multipart/form-data" and takes_files(self.shape):
             images, alpha, epsilon = await self._multipart(request)
         else:

@@ -188,6 +188,11 @@ def train_conformal(
             replace(request, views=1, pad=0, flip=False).bank(model, held, **options) if request.validation else None
         )
         trained = train_head(model, bank, loss, recipe, validation=judge, **shared)
+    if history and history[-1]["hard_size"] >= len(data.class_names) - 1e-6:
+        say(
+            "warning: every set still holds every label; training is stuck on a plateau. Keep the old last layer as a start, or "
+            "lower the learning rate"
+        )
     content = weights_bytes(trained, {"base": base}) if request.whole else head_bytes(trained)
     card = {
         "base": base,

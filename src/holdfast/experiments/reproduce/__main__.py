@@ -45,7 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run = Run(
         material, options.out, options.splits, options.draws, options.resume, lambda text: print(text, flush=True)
     )
-    command = f"holdfast reproduce {' '.join(options.names)} --splits {options.splits} --seed {options.seed}"
+    kept = {
+        key: value
+        for key, value in vars(options).items()
+        if key not in ("names", "list", "data", "models", "store", "out")
+    }
+    words = [
+        f"--{key.replace('_', '-')}" + ("" if value is True else f" {value}") for key, value in kept.items() if value
+    ]
+    command = f"holdfast reproduce {' '.join([*options.names, *words])}"
     run.reproduce(options.names, command)
 
 

@@ -59,7 +59,7 @@ class Material:
     progress: bool = True
     _datasets: dict[str, Labelled] = field(default_factory=dict)
     _features: OrderedDict[tuple[Any, ...], Tensor] = field(default_factory=OrderedDict)
-    _attacks: dict[tuple[Source, float], Attacked] = field(default_factory=dict)
+    _attacks: dict[tuple[Source, float, int], Attacked] = field(default_factory=dict)
 
     def dataset(self, name: str) -> Labelled:
         """The test images, the first ``images`` of them."""
@@ -159,12 +159,17 @@ class Material:
 
     def attacked(self, source: Source, epsilon: float, draws: int) -> Attacked:
         """Noisy logits of attacked test images."""
-        if (source, epsilon) not in self._attacks:
+        if (source, epsilon, draws) not in self._attacks:
             data = self.dataset(source.dataset)
             chosen = self.victims(len(data))
             model, moved = self.model(source), self.attack(source, *data[chosen].pair, chosen, epsilon)
+            _, head = last_linear(model)
             # Not compiled: attacked images come in odd numbers, and every new shape would be compiled anew.
-            smoother = self.smoother(model, source.sigma, compile=False)
-            logits = smoother.reduce(moved, draws, Stream(self.seed, "test"), lambda _, logits: logits, chosen)
-            self._attacks[source, epsilon] = Attacked("SmoothAdv", chosen, logits)
-        return self._attacks[source, epsilon]
+            smoother = self.smoother(backbone(model), source.sigma, compile=False)
+            # Through float16 features and the same head, as the clean logits go through the store.
+            with torch.inference_mode():
+                logits = smoother.reduce(
+                    moved, draws, Stream(self.seed, "test"), lambda _, features: head(features.half().float()), chosen
+                )
+            self._attacks[source, epsilon, draws] = Attacked("SmoothAdv", chosen, logits)
+        return self._attacks[source, epsilon, draws]

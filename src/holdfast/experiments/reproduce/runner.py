@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from holdfast.errors import InputError
 from holdfast.experiments.reproduce.cells import Cell, Source, Table
 from holdfast.experiments.reproduce.material import Material
 from holdfast.experiments.splits import Request, Row, evaluate_requests
@@ -70,7 +71,11 @@ def compute(
 
 
 def _radii(cells: Sequence[Cell]) -> list[float]:
-    return sorted({cell.request.epsilon for cell in cells if cell.attacked})
+    """The radius of the attack, if there is one: a table attacks each source at one."""
+    radii = sorted({cell.request.epsilon for cell in cells if cell.attacked})
+    if len(radii) > 1:
+        raise InputError(f"a source is attacked at one radius per table, got {radii}")
+    return radii
 
 
 def _requests(cells: Sequence[Cell]) -> list[Request]:
