@@ -183,6 +183,9 @@ def draw_overhead(rows: Sequence[dict[str, Any]]) -> Any:
     ):
         axis.axhline(1e6 * row["seconds_per_image"], color=color, ls=style, label=row["what"])
     axis.set(xscale="log", yscale="log", xlabel="holdout points", ylabel="microseconds per image (256 draws)")
+    held = [row["holdout"] for row in with_ptt]
+    axis.set_xticks(held, [str(count) for count in held])
+    axis.minorticks_off()
     axis.legend()
     return figure
 
