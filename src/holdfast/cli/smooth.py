@@ -7,7 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from holdfast.cli.console import Json, Seed, Sigma, Weights, app, err, out, print_json
+from holdfast.cli.console import (
+    DataDir,
+    DataSpec,
+    Device,
+    Json,
+    ModelSpec,
+    Seed,
+    Sigma,
+    Weights,
+    app,
+    err,
+    out,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from holdfast.store import Chunk, LogitStore
@@ -17,16 +30,16 @@ AutocastName = Literal["float16", "bfloat16"]
 
 @app.command()
 def smooth(
-    model: Annotated[str, typer.Option(help="`small-cnn`, `cifar-resnet20/56/110`, or `package.module:function`.")],
-    data: Annotated[str, typer.Option(help="`digits`, `cifar10`, `cifar100`, or a file with `images` and `labels`.")],
+    model: ModelSpec,
+    data: DataSpec,
     sigma: Sigma,
     root: Annotated[Path, typer.Option("--out", help="Folder of stores; this one gets its own folder there.")],
     weights: Weights = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the official CIFAR files.")] = None,
+    data_dir: DataDir = None,
     draws: Annotated[int, typer.Option(help="Noisy copies per image; more can be added later.")] = 256,
     images: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
     seed: Seed = 0,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; the model's own by default.")] = None,
+    device: Device = None,
     autocast: Annotated[AutocastName | None, typer.Option(help="Mixed precision; part of what is certified.")] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
     channels_last: Annotated[bool, typer.Option("--channels-last", help="Memory format of the model's input.")] = False,

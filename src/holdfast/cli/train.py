@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.console import Alpha, Epsilon, Json, Seed, Sigma, app, err, out, print_json
+from holdfast.cli.console import Alpha, DataDir, DataSpec, Epsilon, Json, Seed, Sigma, app, err, out, print_json
 from holdfast.errors import InputError
 
 train = typer.Typer(
@@ -22,8 +22,6 @@ ModelSpec = Annotated[
     str, typer.Option("--model", help="`small-cnn`, `cifar-resnet20/56/110`, `resnet50`, or `package.module:function`.")
 ]
 Weights = Annotated[str | None, typer.Option(help="Weights to start from: a file, or the name of committed ones.")]
-DataSpec = Annotated[str, typer.Option(help="`digits`, `cifar10`, `cifar100`, or a file with `images` and `labels`.")]
-DataDir = Annotated[Path | None, typer.Option(help="Folder of the official files.")]
 Part = Annotated[
     str | None,
     typer.Option(
