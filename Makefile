@@ -3,7 +3,8 @@
 #   make demo      train, calibrate, attack on digits: a table and an HTML report (about a minute)
 #   make test      the tests (a few minutes on two cores)
 #   make load-test the HTTP service under load: rows in out/load/ (about two minutes)
-#   make ray-test  the HTTP service on a local Ray cluster (installs Ray)
+#   make ray-test  the HTTP service and the smoothing engine on a local Ray cluster (installs Ray)
+#   make browser-test  the pages in Chromium (installs Playwright; Chromium comes from the system)
 #
 # PyPI's torch for Linux brings several gigabytes of CUDA. For the CPU build, point pip at its index:
 #   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -16,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test load-test ray-test lint types docs docs-check bench clean
+.PHONY: demo test load-test ray-test browser-test lint types docs docs-check bench clean
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -c 'import sys; sys.exit("holdfast needs Python 3.11 or newer, found " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -36,7 +37,10 @@ load-test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -q -m load tests/test_serve_load.py
 
 ray-test: $(VENV)/.ready-test $(VENV)/.ready-serve-ray
-	$(BIN)/python -m pytest -q -m ray tests/test_serve_ray.py
+	$(BIN)/python -m pytest -q -m ray tests
+
+browser-test: $(VENV)/.ready-browser
+	$(BIN)/python -m pytest -q -m browser tests
 
 lint: $(VENV)/.ready-lint
 	$(BIN)/ruff check .
