@@ -9,8 +9,6 @@ Triton comes with torch's CUDA builds. Only :mod:`holdfast.noise` imports this m
 from __future__ import annotations
 
 import math
-from typing import Any
-
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
@@ -23,15 +21,14 @@ _TAU = tl.constexpr(2 * math.pi)
 
 
 @triton.jit
-def _unit(word: Any) -> Any:
+def _unit(word):
     return (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
 
 
 @triton.jit(do_not_specialize=["key_0", "key_1", "mask_low", "mask_high", "first", "step", "draws"])
 def _add_noise(
-    out: Any, images: Any, ids: Any, key_0: Any, key_1: Any, mask_low: Any, mask_high: Any,
-    first: Any, step: Any, draws: Any, size: Any, sigma: Any, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    out, images, ids, key_0, key_1, mask_low, mask_high, first, step, draws, size, sigma, BLOCK: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0)
     image = row // draws
     identity = tl.load(ids + image)
