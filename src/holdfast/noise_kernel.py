@@ -9,6 +9,7 @@ Triton comes with torch's CUDA builds. Only :mod:`holdfast.noise` imports this m
 from __future__ import annotations
 
 import math
+
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
