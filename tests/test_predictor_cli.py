@@ -376,12 +376,16 @@ def test_levels_nested_sets_and_parts(saved: Path, place: Path, capsys: pytest.C
         (["--epsilon", "0.05"], predictor.predict(NEW[0], epsilon=0.05, seed=3)),
         (["--nested"], predictor.predict(NEW[0], nested=True, seed=3)),
         (["--batch-size", "3"], predictor.predict(NEW[0], seed=3)),
+        (["--early-exit"], predictor.predict(NEW[0], seed=3)),
     ):
         found = as_json(capsys, *arguments, *options)
         assert found["rows"] == list(set_rows(expected))
         assert found["guarantee"] == expected.guarantee.to_dict()
         assert found["coverage"] == expected.evaluate(NEW[1]).coverage.__dict__
         assert found["mean_size"] == pytest.approx(float(expected.size.double().mean()))
+    early = as_json(capsys, *arguments, "--early-exit")
+    assert 1 <= early["mean_draws"] <= 4
+    assert "of 4 draws per input with early exit" in run(capsys, *arguments, "--early-exit")[2].replace("\n", " ")
     part = as_json(capsys, *arguments, "--part", "2/3")
     rows = part_rows(60, "2/3").tolist()
     assert [row["index"] for row in part["rows"]] == rows

@@ -180,6 +180,9 @@ def predict(
     alpha: LevelAlpha = None,
     epsilon: LevelEpsilon = None,
     nested: Annotated[bool, typer.Option("--nested", help="Unite with the sets of all smaller epsilons.")] = False,
+    early_exit: Annotated[
+        bool, typer.Option("--early-exit", help="Stop drawing for an input once its set is decided (exact rules only).")
+    ] = False,
     to: Annotated[Path | None, typer.Option("--out", help="Write the rows to this file instead of the screen.")] = None,
     form: Annotated[
         Literal["jsonl", "csv"] | None, typer.Option("--format", help="jsonl by default, csv for a file of that name.")
@@ -202,7 +205,7 @@ def predict(
         check_place(to)
     predictor = load_predictor(saved, model, weights, device, model_output, batch_size)
     inputs = load_inputs(data, data_dir, part)
-    sets = _sets(predictor, inputs, alpha, epsilon, nested, seed)
+    sets = _sets(predictor, inputs, alpha, epsilon, nested, seed, early_exit)
     index = inputs.rows.tolist()
     form = form or ("csv" if to is not None and to.suffix.lower() == ".csv" else "jsonl")
     summary: dict[str, Any] = {
@@ -214,6 +217,9 @@ def predict(
         str(sets.guarantee),
         f"{len(sets)} sets, mean size {summary['mean_size']:.2f}, {summary['trivial']} trivial",
     ]
+    if sets.draws_used is not None:
+        summary["mean_draws"] = float(sets.draws_used.double().mean())
+        lines.append(f"{summary['mean_draws']:.1f} of {predictor.draws} draws per input with early exit")
     if inputs.labels is not None:
         coverage = sets.evaluate(inputs.labels).coverage
         summary["coverage"] = coverage.__dict__
@@ -231,14 +237,17 @@ def predict(
 
 
 def _sets(
-    predictor: Predictor, inputs: Inputs, alpha: float | None, epsilon: float | None, nested: bool, seed: int | None
-) -> Any:
+    predictor: Predictor, inputs: Inputs, alpha: float | None, epsilon: float | None, nested: bool, seed: int | None,
+    early_exit: bool = False,
+) -> Any:  # fmt: skip
     """Labels are checked before the network runs."""
     from holdfast.metrics import check_labels
 
     if inputs.labels is not None:
         check_labels(inputs.labels, len(inputs), predictor.classes)
-    return predictor.predict(inputs.images, alpha=alpha, epsilon=epsilon, nested=nested, ids=inputs.rows, seed=seed)
+    return predictor.predict(
+        inputs.images, alpha=alpha, epsilon=epsilon, nested=nested, ids=inputs.rows, seed=seed, early_exit=early_exit
+    )
 
 
 @app.command()
