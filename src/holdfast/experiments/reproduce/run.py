@@ -108,7 +108,7 @@ def draw(name: str, rows: Sequence[dict[str, Any]]) -> Any | None:
 def write_page(path: Path) -> list[Path]:
     """Markdown, HTML and pictures beside a result's JSON file."""
     from holdfast import plots
-    from holdfast.report import Cell, Page, Section
+    from holdfast.report import Cell, Page, Section, origin_section
     from holdfast.report import Figure as Picture
     from holdfast.report import Table as Grid
 
@@ -126,12 +126,15 @@ def write_page(path: Path) -> list[Path]:
         table = Grid(head, [[Cell(entry) for entry in line] for line in body])
     figure = draw(name, rows)
     if figure is not None:
-        figure.savefig(path.with_suffix(".png"), dpi=160, bbox_inches="tight")
-        pictures.append(Picture(plots.svg(figure), about["title"]))
-        write_atomically(path.with_suffix(".svg"), pictures[0].svg.encode())
-        written += [path.with_suffix(".svg"), path.with_suffix(".png")]
+        pictures.append(Picture(name, figure, about["title"]))
+        written += plots.write_files(figure, path.parent, name)
     section = Section(about["title"], f"The paper: {about['where']}.", table, pictures, note=about.get("note", ""))
-    written.append(Page(about["title"], facts(about), sections=[section]).write(path.with_suffix(".html")))
+    config = ", ".join(f"{key} {value}" for key, value in about["config"].items())
+    versions = ", ".join(f"{key} {value}" for key, value in about["versions"].items())
+    origin = {"rows": path.name, "command": about["command"], "configuration": config, "computed with": versions,
+              "source": about.get("source"), "commit": about["commit"], "computed on": about["date"]}  # fmt: skip
+    page = Page(about["title"], facts(about), sections=[section, origin_section(origin)])
+    written.append(page.write(path.with_suffix(".html")))
     return written
 
 
