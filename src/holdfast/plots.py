@@ -25,7 +25,7 @@ INK, SOFT, PAPER = "#1c2430", "#566070", "#ffffff"
 MARKERS = "osD^vPX"  # one more than colours, so that both repeat together only after 42 lines
 GUIDE = {"color": INK, "lw": 1, "ls": ":"}
 _VARIABLES = {
-    INK: "currentColor", SOFT: "var(--soft)", PAPER: "var(--card)", **{c: f"var(--c{i})" for i, c in enumerate(COLORS)},
+    "#000000": "currentColor", INK: "currentColor", SOFT: "var(--soft)", PAPER: "var(--card)", **{c: f"var(--c{i})" for i, c in enumerate(COLORS)},
 }  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def pixels(image: Tensor) -> bytes:
 
 # -- drawings ----------------------------------------------------------------------------------------------------------
 
-WIDTH = 5.2  # inches: two beside each other on a desktop page, one on a phone, with letters that can be read on both
+WIDTH = 4.6  # inches: two beside each other on a desktop page, one on a phone, with letters that can be read on both
 Curve = Sequence[tuple[float, ...]]  # (x, y) or (x, y, low, high)
 
 
@@ -193,7 +193,7 @@ def clean_and_attacked(
         Rectangle((0, 0), 1, 1, color=c, alpha=a) for c, a in ((CERTIFIED, 1), (VANILLA, 1), (SOFT, 0.45), (SOFT, 1))
     ]
     names = ["certified", "not certified", "pale: clean", "full: attacked"]
-    figure.legend(handles, names, ncols=4, loc="outside upper center", fontsize=8, columnspacing=1.2, handlelength=1.2)
+    figure.legend(handles, names, ncols=4, loc="outside upper center", fontsize=8, columnspacing=0.9, handlelength=1)
     return figure
 
 
@@ -216,19 +216,18 @@ def _size_panel(axis: Any, rows: Sequence[Mapping[str, Any]], _alpha: float) -> 
     axis.set(xlabel="mean set size", xlim=(0, 1.16 * (largest or 1)))
 
 
-def size_histogram(counts: Sequence[float], ylabel: str = "sets") -> Any:
+def size_histogram(counts: Sequence[int]) -> Any:
     """How many sets have each size, from 0 labels to all; larger sizes that no set has are left out of a long axis."""
     last = max((size for size, count in enumerate(counts) if count), default=0)
     counts = counts if len(counts) <= 21 else counts[: last + 2]
     figure, axis = subplots(figsize=(WIDTH, 2.8), layout="constrained")
     bars = axis.bar(range(len(counts)), counts, color=CERTIFIED, alpha=0.85)
     if len(counts) <= 21:
-        if max(counts) >= 1:
-            axis.bar_label(bars, labels=[f"{count:.0f}" if count else "" for count in counts], fontsize=8, padding=2)
+        axis.bar_label(bars, labels=[str(count) if count else "" for count in counts], fontsize=8, padding=2)
         axis.set_xticks(range(len(counts)))
     axis.grid(axis="x", visible=False)
     axis.margins(y=0.12)
-    axis.set(xlabel="labels in the set", ylabel=ylabel)
+    axis.set(xlabel="labels in the set", ylabel="sets")
     return figure
 
 
@@ -241,7 +240,7 @@ def size_shares(shares: Mapping[str, Sequence[float]]) -> Any:
     )  # fmt: skip
     for axis, (name, counts) in zip(axes[:, 0], shares.items(), strict=True):
         axis.bar(range(last + 1), counts[: last + 1], color=CERTIFIED, alpha=0.85)
-        axis.set_title(name, fontsize=8, loc="left", pad=2)
+        axis.set_title(name, fontsize=8, loc="left", pad=3)
         axis.set(ylim=(0, None), yticks=[0, 0.5, 1] if max(map(max, shares.values())) > 0.6 else [0, 0.25, 0.5])
         axis.tick_params(labelsize=8)
         axis.grid(axis="x", visible=False)
@@ -264,13 +263,23 @@ def size_against_coverage(points: Mapping[str, Curve], alpha: float, certified: 
     axis.axvline(1 - alpha, **GUIDE)
     sizes = [size for ((_, size, *_),) in points.values()]
     if max(sizes) > 8 * max(min(sizes), 1e-9):
-        axis.set_yscale("log")
+        _log_scale(axis)
     else:
         axis.set_ylim(0, None)
     axis.set(xlabel=f"coverage, clean (dotted: {1 - alpha:g})", ylabel="mean set size")
     title = "filled: certified; hollow: not" if len(set(certified.values())) > 1 else None
     figure.legend(fontsize=8, loc="outside lower center", ncols=2, title=title, title_fontsize=8)
     return figure
+
+
+def _log_scale(axis: Any) -> None:
+    """A logarithmic y axis that says 1, 2, 5, 10 and not powers of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def coverage_by_class(names: Sequence[str], shares: Sequence[tuple[float, float, float]], alpha: float) -> Any:

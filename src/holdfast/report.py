@@ -172,7 +172,10 @@ def made() -> dict[str, str]:
 
 
 def _device() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    threads = torch.get_num_threads()
+    return f"{threads} CPU thread{'s' if threads > 1 else ''}"
 
 
 def interval(coverage: dict[str, Any]) -> str:

@@ -119,7 +119,12 @@ def _sizes(rows: Sequence[Row]) -> Section:
 
     def cells(name: str, share: Sequence[float]) -> list[Cell]:
         sizes = [size for size, part in enumerate(share) if part]
-        values = [f"{share[0]:.1%}", f"{share[1]:.1%}", f"{share[-1]:.1%}", f"{sizes[0]} to {sizes[-1]}"]
+        values = [
+            f"{share[0]:.1%}",
+            f"{share[1]:.1%}",
+            f"{share[-1]:.1%}",
+            str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}",
+        ]
         return [Cell(name), *(Cell(value) for value in values)]
 
     words = "; ".join(f"{name}: {share[1]:.0%} of one label, {share[0]:.0%} empty" for name, share in shares.items())
@@ -148,8 +153,9 @@ def _classes(best: Row, seen: Observed, names: Sequence[str]) -> Section:
     left = len(shares) - len(worst)
     points = [(seen.class_coverage(k).mean, min(shares[k]), max(shares[k])) for k in worst]
     return Section(
-        f"{name_of(best)} by class",
-        "The promise is marginal: nothing is promised per class. Hard classes may be covered less often, easy ones more.",
+        "Coverage by class",
+        f"Of {name_of(best)}. The promise is marginal: nothing is promised per class. Hard classes may be covered less often, easy "
+        "ones more.",
         Table(["true class", "coverage, clean", "mean size", "inputs per split"], body),
         [
             Figure(

@@ -212,7 +212,7 @@ def _page(request: AuditRequest, audit: Audit, seconds: float) -> Any:
         "data": Path(request.data).name + (f", part {request.part}" if request.part else ""),
         "predictor": request.predictor.name if request.predictor else "calibrated for this audit",
         "attacks": ", ".join(dict.fromkeys(row.attack for row in audit.rows if row.attack != "none")) or "none",
-        "attacker": f"{request.steps} steps, {request.attack_draws} draws, {request.restarts} restarts"
+        "attacker": f"{request.steps} steps, {request.attack_draws} draws, restarts {request.restarts}"
         + (", pixels kept in [0, 1]" if request.clip else ""),
         "seed": f"{request.seed}, of splits, attack and defence, in separate streams: for an audit; a deployed predictor "
         "draws fresh noise",

@@ -128,14 +128,23 @@ def write_page(path: Path) -> list[Path]:
     if figure is not None:
         pictures.append(Picture(name, figure, about["title"]))
         written += plots.write_files(figure, path.parent, name)
-    section = Section(about["title"], f"The paper: {about['where']}.", table, pictures, note=about.get("note", ""))
-    config = ", ".join(f"{key} {value}" for key, value in about["config"].items())
-    versions = ", ".join(f"{key} {value}" for key, value in about["versions"].items())
-    origin = {"rows": path.name, "command": about["command"], "configuration": config, "computed with": versions,
-              "source": about.get("source"), "commit": about["commit"], "computed on": about["date"]}  # fmt: skip
-    page = Page(about["title"], facts(about), sections=[section, origin_section(origin)])
+    section = Section("Beside the paper", f"The paper: {about['where']}.", table, pictures, note=about.get("note", ""))
+    origin = {"rows": path.name, "command": about["command"], "configuration": _words(about["config"]),
+              "computed with": _words(about["versions"]), "source": about.get("source"), "commit": about["commit"],
+              "computed on": about["date"]}  # fmt: skip
+    known = {key: value for key, value in origin.items() if value is not None}
+    page = Page(about["title"], facts(about), sections=[section, origin_section(known)])
     written.append(page.write(path.with_suffix(".html")))
     return written
+
+
+def _words(values: dict[str, Any]) -> str:
+    """A dictionary as a reader would write it, without what was left to its default."""
+    return ", ".join(
+        f"{key} ({_words(value)})" if isinstance(value, dict) else f"{key} {value}"
+        for key, value in values.items()
+        if value is not None
+    )
 
 
 def facts(about: dict[str, Any]) -> str:
