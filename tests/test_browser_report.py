@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def test_headings_landmarks_and_alternatives(watched: Watched, pages: dict[str, 
     levels = page.evaluate("[...document.querySelectorAll('h1,h2,h3,h4')].map(h => Number(h.tagName[1]))")
     assert levels[0] == 1
     assert levels.count(1) == 1
-    assert all(later <= earlier + 1 for earlier, later in zip(levels, levels[1:]))
+    assert all(later <= earlier + 1 for earlier, later in pairwise(levels))
     for mark in ("header", "main", "footer"):
         assert page.locator(f"body > {mark}").count() == 1
     assert page.locator("svg").count() == page.locator('[role="img"][aria-label] svg').count() >= 1

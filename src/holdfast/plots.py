@@ -59,10 +59,17 @@ def subplots(rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]
 # -- the forms of a figure ---------------------------------------------------------------------------------------------
 
 
+def _settled(figure: Any) -> Any:
+    """A figure whose layout is computed once: every form of it then looks the same."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    return figure
+
+
 def svg(figure: Any, **options: Any) -> str:
     """A figure on white as SVG, reproducible byte for byte."""
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None}, **options)
+    _settled(figure).savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None}, **options)
     text = buffer.getvalue()
     return text[text.index("<svg") :]
 
@@ -70,7 +77,7 @@ def svg(figure: Any, **options: Any) -> str:
 def png(figure: Any, dpi: int = 200) -> bytes:
     """A figure on white as PNG."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", bbox_inches="tight", dpi=dpi, metadata={"Software": None})
+    _settled(figure).savefig(buffer, format="png", bbox_inches="tight", dpi=dpi, metadata={"Software": None})
     return buffer.getvalue()
 
 
