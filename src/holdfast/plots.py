@@ -69,7 +69,9 @@ def _settled(figure: Any) -> Any:
 def svg(figure: Any, **options: Any) -> str:
     """A figure on white as SVG, reproducible byte for byte."""
     buffer = io.StringIO()
-    _settled(figure).savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None}, **options)
+    _settled(figure).savefig(
+        buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None}, **options
+    )
     text = buffer.getvalue()
     return text[text.index("<svg") :]
 

@@ -16,7 +16,7 @@ from holdfast.datasets.splits import random_splits
 from holdfast.experiments import closed_figures, closed_form
 from holdfast.experiments.reproduce.cells import Source
 from holdfast.experiments.reproduce.material import Material
-from holdfast.plots import CERTIFIED, COLORS, SOFT, VANILLA, subplots
+from holdfast.plots import CERTIFIED, COLORS, MARKERS, SOFT, VANILLA, subplots
 from holdfast.scores import get_score
 from holdfast.transforms import PTT
 
@@ -232,12 +232,17 @@ def _lines(rows: Sequence[dict[str, Any]], xlabel: str, only: Callable[[dict[str
         color = COLORS[index % len(COLORS)]
         axis.errorbar(
             [x for x, _ in points], [row["size"]["mean"] for _, row in points],
-            yerr=[row["size"]["std"] for _, row in points], fmt="o-", ms=4, capsize=2, color=color, label=name,
+            yerr=[row["size"]["std"] for _, row in points], fmt=f"{MARKERS[index % len(MARKERS)]}-", ms=4, capsize=2,
+            color=color, label=name,
         )  # fmt: skip
         paper = [(x, row["paper"]["size"]) for x, row in points if row["paper"]["size"] is not None]
         if paper:
             axis.plot(*zip(*paper, strict=True), "x:", color=color, alpha=0.6, label=f"{name}, paper")
     axis.set(xscale="log", xlabel=xlabel, ylabel="labels per set")
+    at = sorted({x for points in lines.values() for x, _ in points})
+    if all(x == round(x) for x in at):  # counts are read off, not powers of ten
+        axis.set_xticks(at, [f"{x:g}" for x in at])
+        axis.minorticks_off()
     axis.legend(fontsize=8)
     return figure
 
