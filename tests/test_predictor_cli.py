@@ -543,7 +543,13 @@ def test_the_page_stands_alone_and_says_what_was_measured(
     saved: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "page.html"
-    found = as_json(capsys, "report", saved, *OWN, "--data", place / "labelled.npz", "--seed", "3", "--out", target)
+    pictures = tmp_path / "figures"
+    found = as_json(capsys, "report", saved, *OWN, "--data", place / "labelled.npz", "--seed", "3", "--out", target,
+                    "--figures", pictures)  # fmt: skip
+    assert sorted({file.stem for file in pictures.iterdir()}) == [
+        "coverage-by-class", "coverage-by-epsilon", "set-sizes", "size-by-epsilon"
+    ]  # fmt: skip
+    assert len(list(pictures.iterdir())) == 8
     page = target.read_text()
     offline(page)
     reader = parsed(page)
@@ -557,13 +563,29 @@ def test_the_page_stands_alone_and_says_what_was_measured(
     assert str(measured.coverage) in [cell for row in reader.rows for cell in row]
     by_class = {row[0]: row[1:] for row in reader.rows}
     for k, share in measured.by_class.items():
-        assert by_class[("ant", "bee", "cow", "dog")[k]] == [str(share), str(share.count)]
+        size = float(sets.size[NEW[1] == k].double().mean())
+        assert by_class[("ant", "bee", "cow", "dog")[k]] == [str(share), f"{size:.2f}", str(share.count)]
+    for key, every in predictor.predict_all(NEW[0], seed=3).items():
+        one = every.evaluate(NEW[1])
+        low, high = one.size_interval
+        row = by_class[f"alpha {key[0]:g}, epsilon {key[1]:g}"]
+        assert row[:3] == [str(one.coverage), f"{1 - key[0]:g}", f"{one.size:.2f} [{low:.2f}, {high:.2f}]"]
+    assert by_class["model evaluations per query"] == ["4"]
+    assert by_class["noise"] == ["seed 3: for experiments, it can be guessed"]
+    assert by_class["predictor"] == [f"{saved.name}, SHA-256 {fingerprint(saved)}"]
+    assert by_class["test data"] == [f"labelled, all of it, {len(NEW[1])} inputs"]
+    assert {"test data fingerprint", "calibrated on", "this page", "versions", "command"} <= set(by_class)
+    assert "nothing is promised per class" in text
+    assert str(tmp_path) not in page
     assert by_class["model fingerprint"] == [fingerprint(nearest())]
     assert by_class["model"] == ["own:make_nearest"]
     for title in (
         "Coverage and size",
+        "What a larger radius costs",
+        "How large the sets are",
         "Coverage by class",
         "Examples",
+        "What it costs",
         "What the promise rests on",
         "Where it comes from",
     ):
@@ -586,21 +608,26 @@ def test_a_page_of_many_classes_shows_the_worst(monkeypatch: pytest.MonkeyPatch,
         "coverage_by_class",
         lambda names, shares, alpha: shown.update(names=names, shares=shares) or plots.size_histogram([1]),
     )
-    monkeypatch.setattr(
-        plots,
-        "gallery",
-        lambda images, captions, titles: shown.update(captions=captions, titles=titles) or plots.size_histogram([1]),
-    )
     sets = PredictionSets(mask, predictor.guarantee, predictor.class_names)
-    page = predictor_page(predictor, sets, torch.rand(400, 3, 4, 4), labels, "many & more").html()
+    level = predictor.guarantee.alpha, predictor.guarantee.epsilon
+    made = predictor_page(predictor, {level: sets}, torch.rand(400, 3, 4, 4), labels, "many & more")
+    page = made.html()
+    (examples,) = [section.examples for section in made.sections if section.title == "Examples"]
+    assert "What a larger radius costs" not in page  # one epsilon is no curve
+    with pytest.raises(InputError, match="expected one of the levels"):
+        predictor_page(predictor, {level: sets}, torch.rand(400, 3, 4, 4), labels, "many", level=(0.3, 0.1))
     assert "many &amp; more" in page
     assert "<class" not in page.replace("<class>", "")
     assert len(shown["names"]) == MOST_CLASSES
     assert set(shown["names"][:10]) == {f"<class {k}>" for k in range(10)}
     assert f"The {MOST_CLASSES} classes of lowest coverage; 10 more are not shown." in page
-    assert len(shown["captions"]) == 2 * EXAMPLES // 3
-    assert shown["captions"][0] == "{}"
-    assert shown["titles"][0] == "truth: <class 0>"
+    assert len(examples) == 2 * EXAMPLES // 3
+    assert (examples[0].title, examples[0].images[0][1], examples[0].bad) == ("truth: <class 0>, missed", "{}", True)
+    assert (examples[-1].title, examples[-1].images[0][1], examples[-1].bad) == (
+        "truth: <class 13>",
+        "{<class 13>}",
+        False,
+    )
 
 
 def test_a_report_needs_labels_and_a_place(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from holdfast.calibration import calibrate
 from holdfast.experiments.side_by_side import AuditRequest, summary_rows, write_audit
 from holdfast.report import (
     Cell,
+    Example,
     Figure,
     Page,
     Section,
@@ -112,13 +115,47 @@ def test_everything_is_escaped_but_figures() -> None:
     nasty = '<script>alert("x")</script> & more'
     page = Page(nasty, nasty, nasty)
     page.sections.append(
-        Section(nasty, nasty, Table([nasty], [[Cell(nasty)]]), [Figure("<svg><g></g></svg>", nasty)], [nasty], nasty)
-    )
+        Section(
+            nasty, nasty, Table([nasty, ""], [[Cell(nasty), Cell(nasty)]]), [Figure("bars", plots.size_histogram([1, 2]), nasty, nasty)],
+            [nasty], nasty, [Example(nasty, [(torch.rand(3, 2, 2), nasty)])],
+        )
+    )  # fmt: skip
     html = page.html()
     offline(html)
-    assert "<svg><g></g></svg>" in html
-    assert parsed(html).rows == [[nasty], [nasty]]
-    assert "".join(parsed(html).text).count(nasty) >= 9
+    assert html.count("<svg") == 1
+    assert parsed(html).rows == [[nasty, ""], [nasty, nasty]]
+    assert "".join(parsed(html).text).count(nasty) >= 12
+
+
+def test_a_page_is_marked_up_for_those_who_do_not_see_it() -> None:
+    table = Table(["", "coverage"], [[Cell("exact"), Cell("0.9", "good")]])
+    figure = Figure("sizes", plots.size_histogram([0, 3]), "Sets by size.", "Three sets of one label.")
+    example = Example("truth: cat", [(torch.rand(1, 2, 2), "{cat}")])
+    html = Page("title", "about", "a promise", [Section("What it's worth", "", table, [figure], examples=[example]),
+                                                Section("Origin")]).html()  # fmt: skip
+    assert '<div class="scroll table" tabindex="0" role="region" aria-label="Table: What it&#39;s worth">' in html
+    assert '<td></td><th scope="col">coverage</th>' in html
+    assert '<th scope="row">exact</th><td class="good">0.9</td>' in html
+    assert '<div role="img" aria-label="Three sets of one label."><svg' in html
+    assert '<a href="#what-it-s-worth">' in html
+    assert '<section id="what-it-s-worth" aria-labelledby="what-it-s-worth-title">' in html
+    assert 'alt="Input, truth: cat"' in html
+    assert re.search(r"@media screen and \(prefers-color-scheme: dark\)", html)
+    assert "@media print" in html
+    assert "default-src 'none'" in html
+
+
+def test_figures_are_files_too(tmp_path: Path) -> None:
+    drawing = plots.size_histogram([0, 3, 1])
+    page = Page("title", "about", sections=[Section("one", figures=[Figure("set-sizes", drawing, "Sets by size.")])])
+    page.write(tmp_path / "page.html", tmp_path / "new" / "figures")
+    files = sorted(path.name for path in (tmp_path / "new" / "figures").iterdir())
+    assert files == ["set-sizes.png", "set-sizes.svg"]
+    assert (tmp_path / "new" / "figures" / "set-sizes.png").read_bytes().startswith(b"\x89PNG")
+    saved = (tmp_path / "new" / "figures" / "set-sizes.svg").read_text()
+    assert saved == plots.svg(drawing)
+    assert "fill: #ffffff" in saved  # a file has its own ground: whoever embeds it cannot give it one
+    assert "var(" not in saved
 
 
 def test_parts_that_are_not_given_are_not_there() -> None:
@@ -184,21 +221,73 @@ def figures(report: Audit) -> dict[str, Any]:
     curves = {"a": [(0.0, 1.0), (0.1, 1.5)], "b": [(0.0, 1.1), (0.1, 3.9)]}
     return {
         "sizes": plots.size_curves(curves, 4, certified),
-        "coverages": plots.coverage_curves({"a": [(0.0, 0.9), (0.1, 0.8)], "b": [(0.0, 0.9)]}, 0.1, certified),
+        "coverages": plots.coverage_curves({"a": [(0.0, 0.9, 0.8, 1.0), (0.1, 0.8, 0.7, 0.9)], "b": [(0.0, 0.9)]}, 0.1, certified),
         "densities": plots.score_densities(torch.linspace(0, 1, 50), torch.linspace(0, 1, 50) ** 4, 0.1),
         "bars": plots.clean_and_attacked(rows, 0.1),
-        "examples": plots.examples(torch.rand(2, 3, 4, 4), torch.rand(2, 3, 4, 4), [("a", "b")] * 2, ["x", "y"]),
-    }
+        "histogram": plots.size_histogram([1, 5, 0, 2]),
+        "shares": plots.size_shares({"a": [0.0, 0.75, 0.25, 0.0], "b": [0.5, 0.0, 0.5, 0.0]}),
+        "scatter": plots.size_against_coverage({"a": [(0.9, 1.2, 0.01, 0.1)], "b": [(0.95, 40.0, 0.01, 0.1)]}, 0.1, certified),
+        "classes": plots.coverage_by_class(["x", "y" * 40], [(0.9, 0.8, 1.0), (0.95, 0.9, 1.0)], 0.1),
+    }  # fmt: skip
 
 
 def test_figures_are_reproducible_and_offline(report: Audit) -> None:
-    """Twice the same figure is twice the same text, but for the random pixels of the examples."""
+    """Twice the same figure is twice the same text."""
     one, two = ({name: plots.svg(figure) for name, figure in figures(report).items()} for _ in range(2))
-    for name, text in one.items():
+    for text in one.values():
         assert text.startswith("<svg")
         offline(f"<html>{text}</html>")
-        if name != "examples":
-            assert text == two[name]
+    assert one == two
+
+
+def test_on_a_page_every_colour_is_the_pages(report: Audit) -> None:
+    """Only CSS variables and currentColor are left, no ground is drawn, and no identifier is that of another figure."""
+    seen: set[str] = set()
+    for name, figure in figures(report).items():
+        text = plots.page_svg(figure, name)
+        offline(f"<html>{text}</html>")
+        colours = set(re.findall(r"(?:fill|stroke): ?([^;\"]+)", text))
+        assert colours <= {"none", "currentColor", "var(--soft)", "var(--card)", *(f"var(--c{i})" for i in range(6))}, (
+            name
+        )
+        ids = re.findall(r'\bid="([^"]+)"', text)
+        assert len(ids) == len(set(ids))
+        assert seen.isdisjoint(ids)
+        seen |= set(ids)
+        assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', text)) <= set(ids)
+
+
+# What the three colour blindnesses see of linear RGB, in full strength (Machado, Oliveira & Fernandes 2009).
+SEEN = {
+    "everybody": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+
+
+def linear(colour: str) -> np.ndarray:
+    value = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    xyz = to_xyz @ rgb.clip(0, 1) / np.array([0.9505, 1, 1.089])
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize(("colours", "ground"), [(plots.COLORS, "#ffffff"), (plots.DARK, "#1c222b")])
+def test_colours_are_told_apart_by_everybody_and_stand_out(colours: tuple[str, ...], ground: str) -> None:
+    """Each pair differs by at least 15 in CIELAB whoever looks; each colour has contrast 3 with its ground (WCAG 1.4.11)."""
+    for matrix in SEEN.values():
+        points = [lab(np.asarray(matrix) @ linear(colour)) for colour in colours]
+        assert min(float(np.linalg.norm(a - b)) for a, b in combinations(points, 2)) > 15
+    luminance = [float(np.array([0.2126, 0.7152, 0.0722]) @ linear(colour)) for colour in (ground, *colours)]
+    for own in luminance[1:]:
+        light, dark = max(own, luminance[0]), min(own, luminance[0])
+        assert (light + 0.05) / (dark + 0.05) >= 3
 
 
 def test_figures_show_their_numbers(report: Audit) -> None:
@@ -217,8 +306,19 @@ def test_figures_show_their_numbers(report: Audit) -> None:
     ]
     vertical = next(line for line in drawn["densities"].axes[0].get_lines())
     assert vertical.get_xdata()[0] == pytest.approx(float(torch.linspace(0, 1, 50).double().quantile(0.9)))
-    for figure in drawn.values():
-        plots.svg(figure)  # closes it
+    shares = [[bar.get_height() for bar in axis.patches] for axis in drawn["shares"].axes]
+    assert shares == [[0.0, 0.75, 0.25], [0.5, 0.0, 0.5]]  # nobody has a set of three
+    bars = [line for line in drawn["coverages"].axes[0].get_lines() if line.get_linewidth() == 4]
+    assert [list(line.get_ydata()) for line in bars] == [[0.8, 1.0], [0.7, 0.9]]
+    assert drawn["scatter"].axes[0].get_yscale() == "log"
+
+
+def test_a_wide_figure_gets_the_whole_width() -> None:
+    wide = Figure("wide", plots.subplots(1, 2, figsize=(9, 3))[0], "two panels")
+    narrow = Figure("narrow", plots.size_histogram([1, 2]), "one panel")
+    html = Page("title", "about", sections=[Section("one", figures=[wide, narrow])]).html()
+    assert html.count('<figure class="wide">') == 1
+    assert html.count('role="region" aria-label="Figure: two panels"') == 1
 
 
 # -- the audit's own page ----------------------------------------------------------------------------------------------
@@ -228,6 +328,19 @@ def test_examples_are_labels_lost_by_one_and_kept_by_the_other(report: Audit) ->
     found = audit_examples(report, "vanilla", "certified & kept", EPSILON, count=2)
     assert found is not None
     assert "vanilla lost the true label" in found.text
+    index = torch.arange(len(report.labels))
+    lost = ~report.sets["vanilla", "softmax", EPSILON].mask[index, report.labels]
+    assert 1 <= len(found.examples) <= 2
+    for example in found.examples:
+        (clean, before), (attacked, after) = example.images
+        i = next(i for i, image in enumerate(report.images) if torch.equal(image, clean))
+        assert lost[i]
+        assert torch.equal(attacked, report.attacked["vanilla", "softmax", EPSILON][i])
+        truth = ("<zero>", "one", "two", "three")[int(report.labels[i])]
+        assert example.title == f"truth: {truth}"
+        assert before.startswith("clean: vanilla {")
+        assert truth in after.split("certified & kept ")[1]
+        assert truth not in after.split("certified & kept ")[0]
     assert (
         audit_examples(report, "certified & kept", "certified & kept", EPSILON) is None
     )  # nobody loses what they keep
@@ -245,6 +358,14 @@ def test_the_audit_page(report: Audit, tmp_path: Path) -> None:
     assert ["vanilla", "softmax", "0.15"] in [row[:3] for row in reader.rows]
     assert "&lt;zero&gt;" in page or "zero" not in page
     assert sorted(file.name for file in path.parent.iterdir()) == ["audit.html", "audit.json"]
+    facts = {row[0]: row[1] for row in reader.rows if len(row) == 2}
+    assert facts["attacks"] == "softmax, margin"
+    assert facts["attacker"] == "6 steps, 4 draws, restarts 1"
+    assert str(report.sets["certified & kept", "none", 0.0].guarantee) in " ".join(reader.text)
+    write_audit(request, report, tmp_path / "out", 1.0, tmp_path / "figures")
+    assert {file.stem for file in (tmp_path / "figures").iterdir()} == {
+        "coverage-clean-and-attacked", "size-clean-and-attacked", "coverage-by-radius"
+    }  # fmt: skip
 
 
 def test_an_audit_without_an_attack_has_a_page_too(report: Audit, model: nn.Module, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ class Evaluation:
         singletons, empty, full: shares of sets with one label, none, all.
         histogram: number of sets of each size 0..K.
         by_class: coverage per true class; ``by_size``: coverage per set size. Neither is promised.
+        size_by_class: mean number of labels per true class.
     """
 
     coverage: Proportion
@@ -69,6 +70,13 @@ class Evaluation:
     histogram: tuple[int, ...]
     by_class: dict[int, Proportion]
     by_size: dict[int, Proportion]
+    size_by_class: dict[int, float]
+
+    @property
+    def size_interval(self) -> tuple[float, float]:
+        """95 % normal interval of the mean size, over images like these under this calibration."""
+        half = 1.96 * self.size_std / self.coverage.count**0.5
+        return max(0.0, self.size - half), self.size + half
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -112,6 +120,8 @@ def evaluate(mask: Bool[Tensor, "n k"], labels: Int[Tensor, " n"]) -> Evaluation
         hits = torch.bincount(groups, weights=hit.double()).long()
         return {i: Proportion.of(int(hits[i]), int(total[i])) for i in range(len(total)) if total[i] > 0}
 
+    by_class = grouped(labels)
+    labels_in_sets = torch.bincount(labels, weights=sizes.double())
     return Evaluation(
         coverage=Proportion.of(int(hit.sum()), n),
         size=float(sizes.double().mean()),
@@ -120,6 +130,7 @@ def evaluate(mask: Bool[Tensor, "n k"], labels: Int[Tensor, " n"]) -> Evaluation
         empty=float((sizes == 0).double().mean()),
         full=float((sizes == classes).double().mean()),
         histogram=tuple(int(v) for v in torch.bincount(sizes, minlength=classes + 1)),
-        by_class=grouped(labels),
+        by_class=by_class,
         by_size=grouped(sizes),
+        size_by_class={k: float(labels_in_sets[k]) / share.count for k, share in by_class.items()},
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,10 +11,12 @@ from rich.progress import Progress
 
 from holdfast.cli.console import (
     Alpha,
+    ClassNames,
     DataDir,
     DataSpec,
     Device,
     Epsilon,
+    Figures,
     Json,
     ModelOutput,
     ModelSpec,
@@ -26,10 +27,12 @@ from holdfast.cli.console import (
     TransformName,
     Weights,
     app,
+    command_line,
     err,
     out,
     print_json,
     print_table,
+    read_names,
 )  # fmt: skip
 from holdfast.methods import METHODS
 
@@ -37,6 +40,7 @@ from holdfast.methods import METHODS
 @app.command()
 def demo(
     folder: Annotated[Path, typer.Option("--out", help="Where the report goes.")] = Path("demo"),
+    figures: Figures = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -49,7 +53,7 @@ def demo(
 
     with err.status("starting") as status:
         result = run_demo(seed, say=lambda text: status.update(text) if err.is_terminal else err.print(text))
-    page = write_report(result, folder)
+    page = write_report(result, folder, figures)
     if as_json:
         print_json({**result.to_dict(), "report": str(page)})
         return
@@ -154,6 +158,9 @@ def evaluate(
     redraw_holdout: Annotated[bool, typer.Option("--redraw-holdout", help="A new holdout for every split.")] = False,
     seed: Seed = 0,
     save: Annotated[Path | None, typer.Option("--out", help="Also write rows and manifest to this JSON file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Also write a self-contained HTML page to this file.")] = None,
+    figures: Figures = None,
+    class_names: ClassNames = None,
     as_json: Json = False,
 ) -> None:
     """Any methods on precomputed noisy logits, over random splits. No network needed, so any framework will do.
@@ -161,10 +168,16 @@ def evaluate(
     `logits[i, j]` are the outputs for image i plus the j-th noise vector, noise independent across images and draws.
     `holdfast smooth` makes a store of them; one that is too large for memory is read piece by piece.
     """
+    from holdfast.artifact import check_place
+    from holdfast.errors import InputError
     from holdfast.experiments.manifest import manifest, write_results
     from holdfast.experiments.stored import evaluate_logits
 
     start = time.monotonic()
+    if report is not None:
+        check_place(report)
+    elif figures is not None:
+        raise InputError("--figures are those of the page: say where it goes with --report FILE.html")
     names = list(method or ["all"])
     names = list(METHODS) if "all" in names else names
     transforms = ("none", "ptt") if transform == "both" else (transform,)
@@ -178,10 +191,21 @@ def evaluate(
         )  # fmt: skip
     if save:
         config = {"logits": logits.name, "images": count, "splits": splits, "holdout": holdout, "seed": seed}
-        command = " ".join(["holdfast", *(logits.name if word == str(logits) else word for word in sys.argv[1:])])
-        write_results(save, [row.to_dict() for row in rows], manifest(command, config, time.monotonic() - start))
+        write_results(save, [row.to_dict() for row in rows], manifest(command_line(), config, time.monotonic() - start))
+    if report:
+        with err.status("writing the page"):
+            _evaluation_report(
+                report,
+                figures,
+                rows,
+                logits,
+                count,
+                class_names,
+                f"seed {seed}: {holdout} holdout points, {'redrawn per split' if redraw_holdout else 'the same in every split'}, "
+                "random halves of the rest to calibrate and to look at",
+            )
     if as_json:
-        print_json({"rows": [row.to_dict() for row in rows]})
+        print_json({"rows": [row.to_dict() for row in rows], **({"report": str(report)} if report else {})})
         return
     print_table(
         f"{logits.name}: alpha {alpha:g}, epsilon {epsilon:g}, sigma {sigma:g}, score {score}",
@@ -196,6 +220,24 @@ def evaluate(
         f"mean ± standard deviation over {splits} splits, seed {seed}, holdout {holdout}"
         + (" redrawn per split" if redraw_holdout else " fixed"),
     )  # fmt: skip
+    if report:
+        out.print(f"report  {report}", highlight=False, soft_wrap=True)
+
+
+def _evaluation_report(
+    report: Path, figures: Path | None, rows: list[Any], logits: Path, images: int, class_names: str | None, split: str
+) -> None:
+    from holdfast.errors import InputError
+    from holdfast.experiments.evaluation_page import evaluation_page
+    from holdfast.experiments.stored import origin_of
+
+    names = read_names(class_names)
+    classes = len(rows[0].observed.count[0]) if rows else 0
+    if names is not None and len(names) != classes:
+        raise InputError(f"expected {classes} class names, one per class of the logits, got {len(names)}")
+    origin = {**origin_of(logits), "splits and seed": split, "command": command_line()}
+    page = evaluation_page(rows, logits.name, images=images, class_names=names, origin=origin)
+    page.write(report, figures)
 
 
 @app.command()
@@ -225,6 +267,7 @@ def audit(
     restarts: Annotated[int, typer.Option(help="Attack restarts; all but the first start at random.")] = 1,
     clip: Annotated[bool, typer.Option(help="Keep attacked pixels in [0, 1].")] = False,
     folder: Annotated[Path | None, typer.Option("--out", help="Write an HTML report and JSON there.")] = None,
+    figures: Figures = None,
     attack: Annotated[
         list[str] | None,
         typer.Option(
@@ -247,8 +290,11 @@ def audit(
     attack on each method's own rule. With no options it trains a small network on digits and audits that. A model without
     gradients (ONNX, scikit-learn) is attacked with `--attack random` or through a `--surrogate`.
     """
+    from holdfast.errors import InputError
     from holdfast.experiments.side_by_side import AuditRequest, run_audit, write_audit
 
+    if figures is not None and folder is None:
+        raise InputError("--figures are those of the page: say where it goes with --out FOLDER")
     start = time.monotonic()
     request = AuditRequest(
         model=model, weights=weights, data=data, data_dir=data_dir, predictor=predictor, sigma=sigma, epsilon=epsilon,
@@ -259,7 +305,7 @@ def audit(
     )  # fmt: skip
     with err.status("starting") as status:
         result = run_audit(request, say=lambda text: status.update(text) if err.is_terminal else err.print(text))
-    page = write_audit(request, result, folder, time.monotonic() - start) if folder else None
+    page = write_audit(request, result, folder, time.monotonic() - start, figures) if folder else None
     if as_json:
         print_json({**result.to_dict(), "report": str(page) if page else None})
         return

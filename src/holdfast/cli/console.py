@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,11 +63,35 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda; the model's own b
 Secret = Annotated[
     int | None, typer.Option(help="For experiments: a seed makes the noise guessable. Fresh entropy by default.")
 ]
+ClassNames = Annotated[str | None, typer.Option(help="Names separated by commas, or a text file with one per line.")]
+Figures = Annotated[
+    Path | None, typer.Option("--figures", help="Also write the page's figures into this folder, as SVG and PNG.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of splits, noise and training: the same seed gives the same numbers.")]
 
 
 def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
+
+
+def read_names(given: str | None) -> tuple[str, ...] | None:
+    """Class names from a list or a file."""
+    if given is None:
+        return None
+    path = Path(given)
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else given.split(",")
+    return tuple(line.strip() for line in lines if line.strip())
+
+
+def command_line() -> str:
+    """The command as another person would type it: of files and folders of this machine only their names."""
+
+    def plain(word: str) -> str:
+        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+        part = re.fullmatch(r"\d+/\d+", value)
+        return option + equals + (Path(value).name if os.sep in value and not part else value)
+
+    return " ".join(["holdfast", *map(plain, sys.argv[1:])])
 
 
 def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:

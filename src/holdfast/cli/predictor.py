@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from holdfast.cli.console import (
+    ClassNames,
     DataDir,
     DataSpec,
     Device,
+    Figures,
     Json,
     ModelOutput,
     ModelSpec,
@@ -21,10 +23,12 @@ from holdfast.cli.console import (
     Secret,
     Weights,
     app,
+    command_line,
     err,
     out,
     print_json,
     print_table,
+    read_names,
 )  # fmt: skip
 from holdfast.errors import InputError
 from holdfast.methods import METHODS
@@ -70,9 +74,7 @@ def calibrate(
     classes: Annotated[
         int | None, typer.Option(help="Outputs of a built-in model; as many as the data have by default.")
     ] = None,
-    class_names: Annotated[
-        str | None, typer.Option(help="Names separated by commas, or a text file with one per line.")
-    ] = None,
+    class_names: ClassNames = None,
     batch_size: BatchSize = None,
     device: Device = None,
     autocast: Annotated[
@@ -98,7 +100,7 @@ def calibrate(
     check_place(save)
     points = load_inputs(data, data_dir, part, labelled=True)
     assert points.labels is not None
-    names = _names(class_names) or points.class_names
+    names = read_names(class_names) or points.class_names
     if model in MODELS and weights is None:
         raise InputError(f"{model} needs --weights FILE: a network that was not trained has nothing to calibrate")
     outputs = classes or (len(names) if names else int(points.labels.max()) + 1 if len(points) else 0)
@@ -140,15 +142,6 @@ def calibrate(
     for command in (f"predict {save} {given} --data NEW", f"report {save} {given} --data LABELLED",
                     f"audit --predictor {save} {given} --data LABELLED"):  # fmt: skip
         out.print(f"next            holdfast {command}", highlight=False, soft_wrap=True, markup=False)
-
-
-def _names(given: str | None) -> tuple[str, ...] | None:
-    """Class names from a list or a file."""
-    if given is None:
-        return None
-    path = Path(given)
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else given.split(",")
-    return tuple(line.strip() for line in lines if line.strip())
 
 
 def _place(spec: str) -> str:
@@ -262,27 +255,45 @@ def report(
     alpha: LevelAlpha = None,
     epsilon: LevelEpsilon = None,
     to: Annotated[Path, typer.Option("--out", help="The page.")] = Path("report.html"),
+    figures: Figures = None,
     device: Device = None,
     batch_size: BatchSize = None,
     seed: Secret = None,
     as_json: Json = False,
 ) -> None:
-    """One self-contained page on a saved predictor and labelled data: promise, sizes, coverage by class, examples, origin."""
+    """One self-contained page on a saved predictor and labelled data: promise, curves, sizes, classes, examples, cost, origin."""
     from holdfast.artifact import check_place
+    from holdfast.metrics import check_labels
     from holdfast.predictor_page import predictor_page
+    from holdfast.smoothing import fingerprint
     from holdfast.specs import load_inputs, load_predictor
+    from holdfast.store.key import data_fingerprint
 
     check_place(to)
     predictor = load_predictor(saved, model, weights, device, model_output, batch_size)
+    promise = predictor.guarantee_for(alpha, epsilon)
     inputs = load_inputs(data, data_dir, part, labelled=True)
     assert inputs.labels is not None
-    sets = _sets(predictor, inputs, alpha, epsilon, False, seed)
-    page = predictor_page(predictor, sets, inputs.images, inputs.labels, inputs.name).write(to)
-    measured = sets.evaluate(inputs.labels)
+    labels = check_labels(inputs.labels, len(inputs), predictor.classes)
+    start = time.monotonic()
+    every = predictor.predict_all(inputs.images, ids=inputs.rows, seed=seed)
+    seconds = time.monotonic() - start
+    origin = {
+        "test data": f"{inputs.name}, {f'part {part}' if part else 'all of it'}, {len(inputs)} inputs",
+        "test data fingerprint": data_fingerprint((inputs.images, labels)),
+        "predictor": f"{saved.name}, SHA-256 {fingerprint(saved)}",
+        "noise": "fresh from the operating system" if seed is None else f"seed {seed}: for experiments, it can be guessed",
+        "command": command_line(),
+    }  # fmt: skip
+    level = promise.alpha, promise.epsilon
+    page = predictor_page(
+        predictor, every, inputs.images, labels, inputs.name, level=level, origin=origin, seconds=seconds
+    ).write(to, figures)
+    measured = every[level].evaluate(labels)
     if as_json:
-        print_json({"report": str(page), "guarantee": sets.guarantee.to_dict(), "evaluation": measured.to_dict()})
+        print_json({"report": str(page), "guarantee": promise.to_dict(), "evaluation": measured.to_dict()})
         return
-    out.print(str(sets.guarantee), highlight=False, soft_wrap=True)
+    out.print(str(promise), highlight=False, soft_wrap=True)
     out.print(str(measured), highlight=False)
     out.print(f"report  {page}", highlight=False, soft_wrap=True)
 

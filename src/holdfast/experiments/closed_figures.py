@@ -19,13 +19,11 @@ from holdfast.experiments.closed_form import (
     threshold,
 )
 from holdfast.experiments.piecewise import Smoothed
-from holdfast.plots import COLORS, _pyplot
+from holdfast.plots import COLORS, GUIDE, INK, subplots
 
 # Before and after PTT: a warm dashed and a cool solid line, told apart without colour as well.
 BEFORE = {"color": COLORS[1], "ls": "--"}
 AFTER = {"color": COLORS[0], "ls": "-"}
-INK = "#222222"
-GUIDE = {"color": INK, "lw": 1, "ls": ":"}
 
 
 def failure_case_figure(sigma: float = 0.3, alpha: float = 0.5) -> Any:
@@ -121,7 +119,7 @@ def _sizes(axis: Any, epsilon: float, alpha: float) -> None:
 
 
 def _panels(count: int, **options: Any) -> tuple[Any, Any]:
-    figure, axes = _pyplot().subplots(1, count, figsize=(1.2 + 3 * count, 3.1), layout="constrained", **options)
+    figure, axes = subplots(1, count, figsize=(1.2 + 3 * count, 3.1), layout="constrained", **options)
     figure.get_layout_engine().set(w_pad=0.08)
     return figure, axes
 

@@ -8,11 +8,24 @@ from pathlib import Path
 from holdfast import plots
 from holdfast.artifact import make_folder, write_atomically
 from holdfast.experiments.demo import ALPHA, ATTACKED, ENTRIES, EPSILON, RADII, SIGMA, DemoResult
-from holdfast.report import Figure, Page, Section, audit_examples, audit_section, hardware, methods_table
+from holdfast.predictor_page import facts
+from holdfast.report import (
+    Figure,
+    Page,
+    Section,
+    attack_figures,
+    audit_examples,
+    audit_section,
+    curve_words,
+    hardware,
+    methods_table,
+    origin_section,
+    promise_section,
+)
 
 
-def write_report(result: DemoResult, folder: Path) -> Path:
-    """Write ``report.html``, ``results.json`` and the predictor; returns the page."""
+def write_report(result: DemoResult, folder: Path, figures: Path | None = None) -> Path:
+    """Write ``report.html``, ``results.json`` and the predictor, figures too where they have a folder; returns the page."""
     make_folder(folder)
     best = result.predictors["exact, 16 draws"]
     rows = result.rows()
@@ -29,7 +42,7 @@ def write_report(result: DemoResult, folder: Path) -> Path:
             f"calibration and 500 test points, alpha {ALPHA:g}, epsilon {EPSILON:g}. The attack is projected gradient ascent "
             f"on the first {ATTACKED} test images; the worse of two attacks is shown.",
             methods_table(rows),
-            [Figure(plots.svg(plots.clean_and_attacked(rows, ALPHA)), "Coverage and size, clean and under attack.")],
+            attack_figures(rows, ALPHA, EPSILON),
             note="Coverage with 95 % Clopper-Pearson intervals, for this one split. A certified method promises 90 % under "
             "attack; vanilla CP and RSCP promise it only on clean data.",
         )
@@ -39,7 +52,12 @@ def write_report(result: DemoResult, folder: Path) -> Path:
             "What robustness costs",
             "Mean set size on clean test images as the promised radius grows.",
             figures=[
-                Figure(plots.svg(plots.size_curves(result.curves, 10, certified)), "Mean set size against epsilon.")
+                Figure(
+                    "size-by-epsilon",
+                    plots.size_curves(result.curves, 10, certified),
+                    "Mean set size against epsilon.",
+                    f"Mean set size against epsilon. {curve_words(result.curves)}.",
+                )
             ],
             note=f"Radii {', '.join(f'{r:g}' for r in sorted(RADII))}; each predictor answers for all of them from one pass.",
         )
@@ -50,14 +68,31 @@ def write_report(result: DemoResult, folder: Path) -> Path:
             "Why PTT helps RSCP+",
             "PTT maps scores through their holdout ranks and a steep sigmoid. Nearly all noisy scores then sit at 0 or 1, "
             "where the smoothed score moves least under attack.",
-            figures=[Figure(plots.svg(plots.score_densities(before, after, alpha)), "True-label scores under noise.")],
+            figures=[
+                Figure(
+                    "score-densities",
+                    plots.score_densities(before, after, alpha),
+                    "True-label scores under noise.",
+                    "Densities of true-label scores under noise: spread out before PTT, at 0 and 1 after it.",
+                )
+            ],
         )
     )
     page.sections.append(audit_section(result.audit))
     shown = audit_examples(result.audit, ENTRIES[0].name, "exact, 16 draws", EPSILON)
     if shown:
         page.sections.append(shown)
-    page.sections.append(Section("What the promise rests on", points=best.guarantee.assumptions))
+    page.sections.append(promise_section(best.guarantee.assumptions))
+    page.sections.append(
+        origin_section(
+            {
+                "data": "scikit-learn's handwritten digits: 697 for training, 100 holdout, 500 calibration, 500 test",
+                "seed": f"{result.seed}, of split, training and noise: for a demo; a deployed predictor draws fresh noise",
+                **facts(best),
+                "wall-clock": f"{result.seconds:.0f} s",
+            }
+        )
+    )
     best.save(folder / "predictor.safetensors")
     write_atomically(folder / "results.json", json.dumps(result.to_dict(), indent=1).encode())
-    return page.write(folder / "report.html")
+    return page.write(folder / "report.html", figures)

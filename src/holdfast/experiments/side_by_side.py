@@ -145,23 +145,47 @@ def summary_rows(audit: Audit, radius: float) -> list[dict[str, Any]]:
     return rows
 
 
-def write_audit(request: AuditRequest, audit: Audit, folder: Path, seconds: float = 0.0) -> Path:
-    """``audit.html`` and ``audit.json``; returns the page."""
+def write_audit(
+    request: AuditRequest, audit: Audit, folder: Path, seconds: float = 0.0, figures: Path | None = None
+) -> Path:
+    """``audit.html`` and ``audit.json``, and the figures where they have a folder; returns the page."""
+    config = {key: value.name if isinstance(value, Path) else value for key, value in asdict(request).items()}
+    about = manifest("holdfast audit", config, seconds)
+    page = _page(request, audit, seconds)
+    make_folder(folder)
+    write_atomically(folder / "audit.json", json.dumps({**audit.to_dict(), "manifest": about}, indent=1).encode())
+    return page.write(folder / "audit.html", figures)
+
+
+def _page(request: AuditRequest, audit: Audit, seconds: float) -> Any:
     from holdfast import plots
-    from holdfast.report import Figure, Page, Section, audit_examples, audit_section, hardware, methods_table
+    from holdfast.report import (
+        Figure,
+        Page,
+        Section,
+        attack_figures,
+        audit_examples,
+        audit_section,
+        curve_words,
+        hardware,
+        methods_table,
+        origin_section,
+        promise_section,
+    )
 
     first = audit.rows[0]  # a saved predictor brings its own alpha and epsilon
     radii = sorted({row.radius for row in audit.rows if row.radius > 0})
     radius = first.epsilon if first.epsilon in radii or not radii else radii[-1]
     rows = summary_rows(audit, radius)
+    kept = [row["name"] for row in rows if row["certified"]]
+    promise = audit.sets[(kept or [first.name])[-1], "none", 0.0].guarantee
     page = Page(
         "Audit: promises under attack",
-        f"{request.data}, {len(audit.images)} attacked images, {request.steps} L2 steps, {request.attack_draws} attacker draws, "
-        f"seed {request.seed}, {hardware()}",
+        f"{Path(request.data).name}, {len(audit.images)} attacked images, {request.steps} L2 steps, {request.attack_draws} attacker "
+        f"draws, seed {request.seed}, {hardware()}",
+        str(promise),
     )
-    figures = [
-        Figure(plots.svg(plots.clean_and_attacked(rows, first.alpha)), f"Clean and attacked within L2 {radius:g}.")
-    ]
+    pictures = attack_figures(rows, first.alpha, radius)
     if len(radii) > 1:
         curves = {
             row["name"]: sorted(
@@ -170,19 +194,29 @@ def write_audit(request: AuditRequest, audit: Audit, folder: Path, seconds: floa
             )
             for row in rows
         }
-        certified = {row["name"]: row["certified"] for row in rows}
-        figures.append(
-            Figure(plots.svg(plots.coverage_curves(curves, first.alpha, certified)), "Coverage by attack radius.")
-        )
-    page.sections.append(Section("Clean and attacked", "", methods_table(rows), figures))
+        drawing = plots.coverage_curves(curves, first.alpha, {row["name"]: row["certified"] for row in rows})
+        words = f"Coverage by attack radius. {curve_words(curves, '.3f')}."
+        pictures.append(Figure("coverage-by-radius", drawing, "Coverage by attack radius; dotted, the promise.", words))
+    note = "Coverage with 95 % Clopper-Pearson intervals; attacked numbers are those of the worst attack."
+    page.sections.append(
+        Section("Clean and attacked", f"Attacked within L2 {radius:g}.", methods_table(rows), pictures, note=note)
+    )
     page.sections.append(audit_section(audit))
     weakest = min(rows, key=lambda row: row["attacked_coverage"]["mean"])["name"]
-    kept = [row["name"] for row in rows if row["certified"]]
     shown = audit_examples(audit, weakest, kept[-1], radius) if kept and kept[-1] != weakest else None
     if shown:
         page.sections.append(shown)
-    config = {key: value.name if isinstance(value, Path) else value for key, value in asdict(request).items()}
-    facts = manifest("holdfast audit", config, seconds)
-    make_folder(folder)
-    write_atomically(folder / "audit.json", json.dumps({**audit.to_dict(), "manifest": facts}, indent=1).encode())
-    return page.write(folder / "audit.html")
+    page.sections.append(promise_section(promise.assumptions))
+    facts = {
+        "model": Path(request.model).name, "weights": Path(request.weights).name if request.weights else "the model's own",
+        "data": Path(request.data).name + (f", part {request.part}" if request.part else ""),
+        "predictor": request.predictor.name if request.predictor else "calibrated for this audit",
+        "attacks": ", ".join(dict.fromkeys(row.attack for row in audit.rows if row.attack != "none")) or "none",
+        "attacker": f"{request.steps} steps, {request.attack_draws} draws, restarts {request.restarts}"
+        + (", pixels kept in [0, 1]" if request.clip else ""),
+        "seed": f"{request.seed}, of splits, attack and defence, in separate streams: for an audit; a deployed predictor "
+        "draws fresh noise",
+        "wall-clock": f"{seconds:.0f} s",
+    }  # fmt: skip
+    page.sections.append(origin_section(facts))
+    return page

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from holdfast.conformal import Guarantee
 from holdfast.datasets.splits import Split, random_splits
 from holdfast.draws import Draws
 from holdfast.errors import InputError
+from holdfast.experiments.observed import Observed
 from holdfast.methods import METHODS, Setting, get_method
 from holdfast.methods.exact import CountRule
 from holdfast.metrics import Spread, check_labels
@@ -23,7 +25,10 @@ from holdfast.tuning import Holdout
 
 @dataclass(frozen=True)
 class Row:
-    """One method's line: sizes and coverages are means and standard deviations over splits."""
+    """One method's line: sizes and coverages are means and standard deviations over splits.
+
+    What every split saw, and the promise of the last one, are for pages; :meth:`to_dict` leaves them out.
+    """
 
     method: str
     score: str
@@ -39,9 +44,12 @@ class Row:
     coverage: Spread
     trivial_splits: int
     attack: str = "none"
+    guarantee: Guarantee | None = field(default=None, repr=False, compare=False)
+    observed: Observed | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        known = asdict(replace(self, guarantee=None, observed=None))
+        return {key: value for key, value in known.items() if key not in ("guarantee", "observed")}
 
 
 @dataclass(frozen=True)
@@ -176,6 +184,7 @@ class Statistics:
     calibration: Tensor
     test: Tensor
     true: Tensor
+    labels: Tensor
 
 
 class Runner:
@@ -189,7 +198,8 @@ class Runner:
         )  # fmt: skip
         compares = self.method.compares_only
         self.kind: Kind = ("ptt", request.T) if self.transform == "ptt" else ("order" if compares else "plain", 0.0)
-        self.results: dict[str, list[tuple[float, float, bool]]] = {}
+        self.observed: dict[str, Observed] = {}
+        self.trivial: dict[str, int] = {}
 
     @property
     def depends_on_holdout(self) -> bool:
@@ -215,7 +225,8 @@ class Runner:
         if isinstance(self.rule, CountRule):
             _ = true.ascending, every.ascending  # sorted once, looked up for every rule
         test = self.rule.test_statistic(every, scored.v)
-        return Statistics(self.rule.calibration_statistic(true), test, test.gather(1, scored.labels[:, None])[:, 0])
+        own = test.gather(1, scored.labels[:, None])[:, 0]
+        return Statistics(self.rule.calibration_statistic(true), test, own, scored.labels)
 
     def judge(self, split: Split, test: Tensor | None = None, attack: str = "none") -> None:
         """Calibrate on the split and look at its test points, or at other versions of them."""
@@ -223,19 +234,19 @@ class Runner:
         threshold = self.rule.threshold(known.calibration[self.calibration_points(split)])
         mask = known.test[test] <= threshold
         covered = known.true[test] <= threshold
-        found = (float(mask.sum() / len(mask)), float(covered.double().mean()), bool(mask.all()))
-        self.results.setdefault(attack, []).append(found)
+        self.observed.setdefault(attack, Observed()).add(mask, covered, known.labels[test])
+        self.trivial[attack] = self.trivial.get(attack, 0) + bool(mask.all())
 
     def rows(self) -> list[Row]:
         """One row per attack, the clean one first."""
         rows, s = [], self.rule.setting
-        for attack, results in self.results.items():
-            sizes, coverages, trivial = zip(*results, strict=True)
+        promise = self.rule.guarantee(self.score, self.transform)
+        for attack, seen in self.observed.items():
             rows.append(
                 Row(
                     self.method.name, self.score, self.transform, self.method.certified, s.alpha, s.epsilon, s.sigma,
-                    self.rule.test_draws, self.rule.calibration_draws, len(sizes), Spread.of(sizes), Spread.of(coverages),
-                    sum(trivial), attack,
+                    self.rule.test_draws, self.rule.calibration_draws, len(seen.sizes), Spread.of(seen.sizes),
+                    Spread.of(seen.coverages), self.trivial[attack], attack, promise, seen,
                 )
             )  # fmt: skip
         return rows

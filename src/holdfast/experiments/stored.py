@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -61,3 +62,19 @@ def evaluate_logits(
     logits = store.read()
     rows = evaluate_methods(logits, store.labels, sigma=store.key.sigma, redraw_holdout=redraw_holdout, **asked, **over)
     return Evaluated(rows, len(logits), store.key.sigma)
+
+
+def origin_of(path: str | Path) -> dict[str, str]:
+    """Where noisy logits come from: everything a store knows; of a file, its checksum."""
+    if not Path(path).is_dir():
+        with Path(path).open("rb") as file:
+            return {"logits": f"{Path(path).name}, SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()}"}
+    store = StoreReader.at(path)
+    key = store.key
+    return {
+        "logits": f"store {store.folder.name}, {store.draws} draws per image",
+        "model": f"{key.structure}, fingerprint {key.model}",
+        "data": f"{key.images} images, fingerprint {key.data}",
+        "noise of the logits": f"sigma {key.sigma:g}, seed {key.seed}, role {key.role}",
+        "numerics": f"autocast {key.autocast}, channels last {key.channels_last}, compile {key.compile}, device {key.device}",
+    }

@@ -16,7 +16,7 @@ from holdfast.datasets.splits import random_splits
 from holdfast.experiments import closed_figures, closed_form
 from holdfast.experiments.reproduce.cells import Source
 from holdfast.experiments.reproduce.material import Material
-from holdfast.plots import CERTIFIED, COLORS, VANILLA, _pyplot
+from holdfast.plots import CERTIFIED, COLORS, MARKERS, SOFT, VANILLA, subplots
 from holdfast.scores import get_score
 from holdfast.transforms import PTT
 
@@ -140,11 +140,11 @@ def overhead(material: Material) -> Rows:
 
 
 def draw_inverse_cdf(rows: Sequence[dict[str, Any]]) -> Any:
-    figure, axes = _pyplot().subplots(1, 2, figsize=(8.4, 3.4), sharey=True)
+    figure, axes = subplots(1, 2, figsize=(8.4, 3.4), sharey=True)
     for axis, score in zip(axes, ("aps", "hps"), strict=True):
         for row, color in zip([row for row in rows if row["score"] == score], (VANILLA, CERTIFIED), strict=True):
             axis.plot(*zip(*row["points"], strict=True), color=color, label=LABELS[row["transform"]])
-        axis.axvline(1 - ALPHA, color="0.4", lw=1, ls=":")
+        axis.axvline(1 - ALPHA, color=SOFT, lw=1, ls=":")
         axis.set(title=score.upper(), xlabel="coverage level")
     axes[0].set_ylabel(r"quantile of $\Phi^{-1}$(smoothed score)")
     axes[0].legend()
@@ -152,7 +152,7 @@ def draw_inverse_cdf(rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def draw_densities(rows: Sequence[dict[str, Any]]) -> Any:
-    figure, axes = _pyplot().subplots(1, 2, figsize=(8.4, 3.2), sharey=True)
+    figure, axes = subplots(1, 2, figsize=(8.4, 3.2), sharey=True)
     for axis, row in zip(axes, rows, strict=True):
         low, high, bins = row["bins"]
         width = (high - low) / bins
@@ -172,14 +172,14 @@ def draw_densities(rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def draw_overhead(rows: Sequence[dict[str, Any]]) -> Any:
-    figure, axis = _pyplot().subplots(figsize=(6, 3.4))
+    figure, axis = subplots(figsize=(6, 3.4))
     with_ptt = [row for row in rows if row["what"] == "scores with PTT"]
     axis.plot(
         [row["holdout"] for row in with_ptt], [1e6 * row["seconds_per_image"] for row in with_ptt], "o-", color=CERTIFIED,
         label="scores with PTT",
     )  # fmt: skip
     for row, color, style in zip(
-        [row for row in rows if row["holdout"] == 0], (VANILLA, "0.4"), ("--", ":"), strict=True
+        [row for row in rows if row["holdout"] == 0], (VANILLA, SOFT), ("--", ":"), strict=True
     ):
         axis.axhline(1e6 * row["seconds_per_image"], color=color, ls=style, label=row["what"])
     axis.set(xscale="log", yscale="log", xlabel="holdout points", ylabel="microseconds per image (256 draws)")
@@ -195,7 +195,7 @@ def draw_motivation(rows: Sequence[dict[str, Any]]) -> Any:
     shown = ("Vanilla CP", "RSCP", "RSCP, PTT + RCT", "exact, 1 draw", "exact, 16 draws")
     # With fewer draws than the paper's a row says how many it had.
     names = [name for name in dict.fromkeys(row["row"] for row in rows) if name in shown or name.startswith("RSCP")]
-    figure, axes = _pyplot().subplots(1, 2, figsize=(10, 3.6))
+    figure, axes = subplots(1, 2, figsize=(10, 3.6))
     for axis, what, label in zip(axes, ("coverage", "size"), ("coverage", "labels per set"), strict=True):
         for index, column in enumerate(("clean", "attacked")):
             mine = [next(row for row in rows if (row["row"], row["column"]) == (name, column)) for name in names]
@@ -206,7 +206,7 @@ def draw_motivation(rows: Sequence[dict[str, Any]]) -> Any:
         axis.set_xticks(range(len(names)), [name.replace(", ", "\n") for name in names], fontsize=8)
         axis.set_ylabel(label)
         axis.grid(axis="x", visible=False)
-    axes[0].axhline(1 - ALPHA, color="0.3", lw=1, ls=":")
+    axes[0].axhline(1 - ALPHA, color=SOFT, lw=1, ls=":")
     axes[0].set_ylim(0.7, 1)
     figure.legend(
         *axes[0].get_legend_handles_labels(), loc="upper center", ncols=2, fontsize=9, bbox_to_anchor=(0.5, 1.02)
@@ -221,7 +221,7 @@ def _value(column: str) -> float:
 
 
 def _lines(rows: Sequence[dict[str, Any]], xlabel: str, only: Callable[[dict[str, Any]], str | None]) -> Any:
-    figure, axis = _pyplot().subplots(figsize=(6.4, 3.6))
+    figure, axis = subplots(figsize=(6.4, 3.6))
     lines: dict[str, list[tuple[float, dict[str, Any]]]] = {}
     for row in rows:
         name = only(row)
@@ -232,12 +232,17 @@ def _lines(rows: Sequence[dict[str, Any]], xlabel: str, only: Callable[[dict[str
         color = COLORS[index % len(COLORS)]
         axis.errorbar(
             [x for x, _ in points], [row["size"]["mean"] for _, row in points],
-            yerr=[row["size"]["std"] for _, row in points], fmt="o-", ms=4, capsize=2, color=color, label=name,
+            yerr=[row["size"]["std"] for _, row in points], fmt=f"{MARKERS[index % len(MARKERS)]}-", ms=4, capsize=2,
+            color=color, label=name,
         )  # fmt: skip
         paper = [(x, row["paper"]["size"]) for x, row in points if row["paper"]["size"] is not None]
         if paper:
             axis.plot(*zip(*paper, strict=True), "x:", color=color, alpha=0.6, label=f"{name}, paper")
     axis.set(xscale="log", xlabel=xlabel, ylabel="labels per set")
+    at = sorted({x for points in lines.values() for x, _ in points})
+    if all(x == round(x) for x in at):  # counts are read off, not powers of ten
+        axis.set_xticks(at, [f"{x:g}" for x in at])
+        axis.minorticks_off()
     axis.legend(fontsize=8)
     return figure
 

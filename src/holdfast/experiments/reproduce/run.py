@@ -111,7 +111,7 @@ def draw(name: str, rows: Sequence[dict[str, Any]]) -> Any | None:
 def write_page(path: Path) -> list[Path]:
     """Markdown, HTML and pictures beside a result's JSON file."""
     from holdfast import plots
-    from holdfast.report import Cell, Page, Section
+    from holdfast.report import Cell, Page, Section, origin_section
     from holdfast.report import Figure as Picture
     from holdfast.report import Table as Grid
 
@@ -129,13 +129,25 @@ def write_page(path: Path) -> list[Path]:
         table = Grid(head, [[Cell(entry) for entry in line] for line in body])
     figure = draw(name, rows)
     if figure is not None:
-        figure.savefig(path.with_suffix(".png"), dpi=160, bbox_inches="tight")
-        pictures.append(Picture(plots.svg(figure), about["title"]))
-        write_atomically(path.with_suffix(".svg"), pictures[0].svg.encode())
-        written += [path.with_suffix(".svg"), path.with_suffix(".png")]
-    section = Section(about["title"], f"The paper: {about['where']}.", table, pictures, note=about.get("note", ""))
-    written.append(Page(about["title"], facts(about), sections=[section]).write(path.with_suffix(".html")))
+        pictures.append(Picture(name, figure, about["title"]))
+        written += plots.write_files(figure, path.parent, name)
+    section = Section("Beside the paper", f"The paper: {about['where']}.", table, pictures, note=about.get("note", ""))
+    origin = {"rows": path.name, "command": about["command"], "configuration": _words(about["config"]),
+              "computed with": _words(about["versions"]), "source": about.get("source"), "commit": about["commit"],
+              "computed on": about["date"]}  # fmt: skip
+    known = {key: value for key, value in origin.items() if value is not None}
+    page = Page(about["title"], facts(about), sections=[section, origin_section(known)])
+    written.append(page.write(path.with_suffix(".html")))
     return written
+
+
+def _words(values: dict[str, Any]) -> str:
+    """A dictionary as a reader would write it, without what was left to its default."""
+    return ", ".join(
+        f"{key} ({_words(value)})" if isinstance(value, dict) else f"{key} {value}"
+        for key, value in values.items()
+        if value is not None
+    )
 
 
 def facts(about: dict[str, Any]) -> str:
