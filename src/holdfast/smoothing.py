@@ -338,7 +338,9 @@ class Gathered:
     """
 
     def __init__(self, at_once: int = 2**26) -> None:
-        self._at_once, self._waiting, self._host = at_once, [], []  # type: int, list[Tensor], list[Tensor]
+        self._at_once = at_once
+        self._waiting: list[Tensor] = []
+        self._host: list[Tensor] = []
 
     def add(self, piece: Tensor) -> None:
         self._waiting.append(piece)
