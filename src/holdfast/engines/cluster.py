@@ -52,7 +52,7 @@ class Cluster:
         for name in ("cpus", "patience"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InputError(f"expected {name} above 0, got {getattr(self, name):g}")
-        if self.gpus is not None and not (0 <= self.gpus < 1 or (self.gpus < math.inf and self.gpus == int(self.gpus))):
+        if self.gpus is not None and not (0 <= self.gpus < 1 or (1 <= self.gpus < math.inf and self.gpus % 1 == 0)):
             raise InputError(f"expected a part of a GPU below 1 or a whole number of them, got {self.gpus:g}")
         if self.address is not None and not self.address.strip():
             raise InputError("expected an address, auto, host:port or ray://host:port, got an empty one")

@@ -106,8 +106,6 @@ class Pool:
 
     def _collect(self, work: Filling) -> None:
         """Take one answer; a worker that cannot give one is lost."""
-        from ray.exceptions import RayError, RayTaskError  # pyright: ignore[reportMissingImports]
-
         ready, _ = self.ray.wait(list(self.running), num_returns=1, timeout=SECONDS_TO_WAIT)
         if any(hand.ready for hand in self.hands):
             self._seen_alive = time.monotonic()
@@ -120,9 +118,9 @@ class Pool:
             task = self.running.pop(ref)
             try:
                 answer = self.ray.get(ref)
-            except RayTaskError as error:
+            except self.ray.exceptions.RayTaskError as error:
                 raise _failure(error, task) from error
-            except RayError as error:
+            except self.ray.exceptions.RayError as error:
                 self._bury(task, error, work)
                 continue
             if task.chunk is None:

@@ -95,9 +95,8 @@ def scattered(chunks: Sequence[Chunk]) -> list[Chunk]:
 class Filling:
     """One call's share of the work on a store. Use it as a context: leaving it sums up, whatever happened.
 
-    Others may be at work in the same folder. A chunk that has appeared before its turn is theirs. Two that began together
-    would go on to compute the same chunk at the same time, one after the other: so whoever notices company goes through
-    the rest in an order of its own.
+    Others may be at work in the same folder. A chunk that has appeared before its turn is theirs, and every process goes
+    through the images in an order of its own: two that began together would else compute the same chunks side by side.
 
     Args:
         store: what to fill.
@@ -108,11 +107,11 @@ class Filling:
     def __init__(self, store: LogitStore, draws: int | range, show: bool | Report) -> None:
         self.store, self.start = store, time.monotonic()
         store.refresh()
-        self.todo, self.reused = store.missing(draws), len(store.entries)
+        self.todo, self.reused = scattered(store.missing(draws)), len(store.entries)
         self._asked = list(self.todo)
         self._damaged = {bad: why for bad, why in store.damaged.items() if any(bad.overlaps(one) for one in self.todo)}
         self.computed, self.noisy_images = 0, 0
-        self._left, self._settled, self._alone = sum(chunk.count for chunk in self.todo), 0, True
+        self._left, self._settled = sum(chunk.count for chunk in self.todo), 0
         self.bar = Bar("smoothing", self._left, show)
         self._indexed = self.start
 
@@ -127,7 +126,7 @@ class Filling:
             chunk = self.todo.pop(0)
             if not self.store.has(chunk):
                 return chunk
-            self._settle(chunk, theirs=True)
+            self._settle(chunk)
             self.bar.advance(chunk.count)
         return None
 
@@ -137,9 +136,8 @@ class Filling:
 
     def put(self, chunk: Chunk, logits: Float[Tensor, "n draws k"], labels: Int[Tensor, " n"]) -> None:
         """Store a chunk that was computed, unless another process has stored it meanwhile."""
-        theirs = self.store.has(chunk)
-        self._settle(chunk, theirs)
-        if not theirs:
+        self._settle(chunk)
+        if not self.store.has(chunk):
             size = self.store.write(chunk, logits, labels)
             if not self.computed:
                 self.store.refuse_too_large(self._left * size // chunk.count)
@@ -151,11 +149,9 @@ class Filling:
             self.store.write_index()
             self._indexed = time.monotonic()
 
-    def _settle(self, chunk: Chunk, theirs: bool) -> None:
+    def _settle(self, chunk: Chunk) -> None:
         self._left -= chunk.count
         self._settled += 1
-        if theirs and self._alone:
-            self._alone, self.todo = False, scattered(self.todo)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.bar.close()
