@@ -144,7 +144,9 @@ def smooth(
             f"done     {_count(done.computed, 'chunk')} computed, {done.reused} reused, {done.seconds:.1f} s, {rate}"
         )
         if more:
-            lost = f", {_count(more['lost_workers'], 'worker')} lost, {_count(more['repeated_chunks'], 'chunk')} repeated"
+            lost = (
+                f", {_count(more['lost_workers'], 'worker')} lost, {_count(more['repeated_chunks'], 'chunk')} repeated"
+            )
             lines.append(f"engine   Ray, {_count(more['workers'], 'worker')}{lost if more['lost_workers'] else ''}")
     else:
         lines.append(f"done     nothing to do: all of it was there, and every checksum matches ({done.seconds:.1f} s)")

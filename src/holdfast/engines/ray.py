@@ -95,7 +95,9 @@ def connected(cluster: Cluster) -> Iterator[tuple[Any, bool]]:
         raise InputError("the cluster engine needs Ray: pip install 'holdfast[ray]'") from None
     if ray.is_initialized():
         if cluster.address is not None:
-            raise InputError("this process is connected to Ray already; leave the address out, or call ray.shutdown() first")
+            raise InputError(
+                "this process is connected to Ray already; leave the address out, or call ray.shutdown() first"
+            )
         yield ray, False
         return
     address = cluster.address or os.environ.get("RAY_ADDRESS") or "local"
