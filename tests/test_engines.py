@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
+import socket
 import sys
 import threading
 from collections import Counter, deque
@@ -227,7 +229,7 @@ def test_an_error_of_the_model_is_raised_not_repeated(tmp_path: Path) -> None:
         def broken(images: Tensor) -> Tensor:
             if model.seen > 60 and error is not None:
                 raise error
-            return forward(images) * (torch.nan if model.seen > 60 else 1)
+            return forward(images) * (torch.nan if error is None and model.seen > 60 else 1)
 
         model.forward = broken  # type: ignore[method-assign]
         return model
@@ -450,11 +452,21 @@ def test_where_ray_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine.connected(Cluster(workers=200)) as (_, alone):
         assert alone
     assert (calls[0]["address"], calls[0]["num_cpus"], calls[1]) == ("local", 200, "shutdown")
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    for given_address, used in ((None, "10.0.0.1:6379"), ("ray://head:10001", "ray://head:10001")):
-        with engine.connected(Cluster(given_address)) as (_, alone):
-            assert not alone
-        assert calls[-2] == {"address": used, "log_to_driver": False, "configure_logging": False}
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        there = f"127.0.0.1:{head.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", there)
+        for given_address, used in ((None, there), (f"ray://{there}", f"ray://{there}"), ("auto", "auto")):
+            with engine.connected(Cluster(given_address)) as (_, alone):
+                assert not alone
+            assert calls[-2] == {"address": used, "log_to_driver": False, "configure_logging": False}
+    before = len(calls)
+    for nowhere in (there, f"ray://{there}", "[::1]:1", "127.0.0.1:99999"):
+        with (
+            pytest.raises(InputError, match=rf"no Ray cluster at {re.escape(nowhere)}: .*ray start --head"),
+            engine.connected(Cluster(nowhere)),
+        ):
+            pass
+    assert len(calls) == before
     ray.init = lambda **_: (_ for _ in ()).throw(ConnectionError("nobody answers\nmore"))
     with (
         pytest.raises(InputError, match=r"^no Ray cluster at auto: nobody answers$"),

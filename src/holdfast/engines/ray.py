@@ -11,6 +11,7 @@ import copy
 import logging
 import math
 import os
+import socket
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +25,8 @@ from holdfast.errors import HoldfastWarning, InputError
 from holdfast.smoothing import Classifier, Smoother, evaluation_mode
 from holdfast.store import LogitStore
 from holdfast.store.filling import Filling
+
+SECONDS_TO_ANSWER = 10.0
 
 
 def fill(
@@ -105,6 +108,7 @@ def connected(cluster: Cluster) -> Iterator[tuple[Any, bool]]:
     if address == "local":
         asked = math.ceil((cluster.workers or 0) * cluster.cpus)
         options |= {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, asked)}
+    _refuse_silence(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a run reports to nobody
     log = logging.getLogger("ray")
     before = log.level
@@ -119,6 +123,19 @@ def connected(cluster: Cluster) -> Iterator[tuple[Any, bool]]:
     finally:
         ray.shutdown()
         log.setLevel(before)
+
+
+def _refuse_silence(address: str) -> None:
+    """Ray waits for minutes where nobody answers; a person who mistyped an address should not."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_ANSWER).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(
+            f"no Ray cluster at {address}: {error}; `ray start --head` prints its address, and `auto` finds it on its own nodes"
+        ) from None
 
 
 def _room(ray: Any, cluster: Cluster, gpus: float) -> int:
