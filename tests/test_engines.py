@@ -184,13 +184,19 @@ def test_whoever_dies_whenever_the_store_is_the_local_engines(
 
 def test_a_chunk_that_ends_its_worker_again_and_again_stops_the_run(whole: Path, tmp_path: Path) -> None:
     """Three times for that chunk, however many others wait behind it; the store is what it was, and goes on."""
-    bad = Chunk(range(10, 15), range(4, 8))
-    ray = Ray(lambda name, given: name == "compute" and Chunk(*given[1:]) == bad, random.Random(1))
+    bad, deaths = Chunk(range(10, 15), range(4, 8)), Counter()
+
+    def fate(name: str, given: tuple[Any, ...]) -> bool:
+        deaths[name] += (dies := name == "compute" and Chunk(*given[1:]) == bad)
+        return dies
+
+    ray = Ray(fate, random.Random(1))
     said = (
         r"images 10 to 14, draws 4 to 7 ended 3 workers, the last with: the actor is dead .*intact \(\d chunks\); run"
     )
     with pytest.raises(InputError, match=said):
         run_pool(tmp_path, ray, Cluster())
+    assert deaths["compute"] == 3  # each was counted against it, none against the chunk that waited behind it
     assert not any(actor.alive for actor in ray.actors)
     store = LogitStore.at(tmp_path)
     assert store.verify() == {}
