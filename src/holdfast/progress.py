@@ -23,7 +23,7 @@ class Bar:
         self.label, self.total, self.done = label, total, 0
         self.report = show if callable(show) else None
         self.visible = show is True and sys.stderr.isatty()
-        self.start, self.drawn = time.monotonic(), False
+        self.start, self.drawn, self.width = time.monotonic(), False, 72
 
     def advance(self, steps: int = 1) -> None:
         self.done += steps
@@ -38,13 +38,14 @@ class Bar:
             text = f"{self.label}  {'━' * round(24 * share):─<24}  {share:4.0%}  {left:.0f} s left"
         else:
             text = f"{self.label}  {self.done} done  {elapsed:.0f} s"
-        sys.stderr.write(f"\r{text:<72}")
+        self.width = max(self.width, len(text))
+        sys.stderr.write(f"\r{text:<{self.width}}")
         sys.stderr.flush()
         self.drawn = True
 
     def close(self) -> None:
         if self.drawn:
-            sys.stderr.write("\r" + " " * 72 + "\r")
+            sys.stderr.write("\r" + " " * self.width + "\r")
             sys.stderr.flush()
 
     def __enter__(self) -> Bar:

@@ -13,9 +13,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import shutil
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,10 @@ from torch import Tensor
 
 from holdfast.artifact import make_folder, write_atomically
 from holdfast.errors import InputError
-from holdfast.inputs import batches, take
 from holdfast.metrics import check_labels
-from holdfast.progress import Bar
 from holdfast.smoothing import Smoother, evaluation_mode
 from holdfast.store.chunk import DamagedError, encode
+from holdfast.store.filling import Filled, Filling, compute_chunk, read_chunk
 from holdfast.store.grid import Chunk, Grid
 from holdfast.store.index import INDEX, Facts, find_facts, index_bytes
 from holdfast.store.key import StoreKey
@@ -37,18 +35,36 @@ from holdfast.store.reader import StoreReader
 
 CHUNK_DRAWS = 64
 CHUNK_ROWS = {"cpu": 2048, "cuda": 16384}  # noisy images per chunk unless asked otherwise: a minute, or one pass
-SECONDS_BETWEEN_INDICES = 10.0
 
 
-@dataclass(frozen=True)
-class Filled:
-    """What one call of :meth:`LogitStore.fill` did."""
+class _Aside:
+    """One call at a time behind the caller's back: a chunk is written while the GPU computes the next.
 
-    computed: int
-    reused: int
-    damaged: dict[str, str]  # file -> what was wrong with it; all of them were computed again
-    noisy_images: int
-    seconds: float
+    What a call raises comes out of :meth:`wait` or of leaving the context, so a failure costs one more chunk at most.
+    """
+
+    def __init__(self, apart: bool) -> None:
+        self._thread = ThreadPoolExecutor(1) if apart else None
+        self._last: Future[None] | None = None
+
+    def call(self, work: Callable[..., None], *arguments: Any) -> None:
+        if self._thread is None:
+            work(*arguments)
+        else:
+            self._last = self._thread.submit(work, *arguments)
+
+    def wait(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def __enter__(self) -> _Aside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
+            with self._thread:
+                self.wait()
 
 
 class LogitStore(StoreReader):
@@ -116,53 +132,29 @@ class LogitStore(StoreReader):
             data: the images and labels of the key: ``(images, labels)`` or a dataset.
             draws: how many draws every image shall have, or which.
         """
-        start = time.monotonic()
         self.key.refuse_other(smoother, data)
-        self.refresh()
-        todo, reused = self.missing(draws), len(self.entries)
-        damaged = {bad: why for bad, why in self.damaged.items() if any(bad.overlaps(chunk) for chunk in todo)}
-        try:
-            computed = list(self._compute(smoother, data, todo))
-            for bad in set(damaged) - set(todo):  # other chunks are in their place now
-                (self.folder / bad.name).unlink(missing_ok=True)
-        finally:
-            self._finish()
-        noisy = sum(chunk.count for chunk in computed)
-        named = {chunk.name: why for chunk, why in damaged.items()}
-        return Filled(len(computed), reused, named, noisy, time.monotonic() - start)
+        with (
+            Filling(self, draws, smoother.progress) as work,
+            evaluation_mode(smoother.model),
+            _Aside(smoother.device.type == "cuda") as aside,
+        ):
+            chunk = work.next()
+            while chunk is not None:
+                batch = read_chunk(data, chunk.rows)
+                logits = compute_chunk(smoother, batch.images, chunk, self.key.stream, work.bar.advance)
+                aside.wait()  # nobody else looks at the store while the next chunk is chosen
+                following = work.next()
+                aside.call(work.put, chunk, logits, torch.as_tensor(batch.labels))
+                chunk = following
+        return Filled(**work.facts)
 
-    def _compute(self, smoother: Smoother, data: Any, todo: list[Chunk]) -> Iterator[Chunk]:
-        """Compute and write chunks, one after the other; those that another worker has written meanwhile are its."""
-        if not todo:
-            return
-        self.write_index()
-        written, left = time.monotonic(), sum(chunk.count for chunk in todo)
-        with evaluation_mode(smoother.model), Bar("smoothing", left, smoother.progress) as bar:
-            for index, chunk in enumerate(todo):
-                left -= chunk.count
-                with contextlib.suppress(FileNotFoundError, DamagedError):
-                    self.entries[chunk] = self._inspect(chunk)
-                    bar.advance(chunk.count)
-                    continue
-                size = self.write(chunk, *self._logits(smoother, data, chunk, bar))
-                if index == 0:
-                    self._refuse_too_large(left * size // chunk.count)
-                if time.monotonic() - written > SECONDS_BETWEEN_INDICES:
-                    self.write_index()
-                    written = time.monotonic()
-                yield chunk
-
-    def _logits(self, smoother: Smoother, data: Any, chunk: Chunk, bar: Bar) -> tuple[Tensor, Tensor]:
-        rows = torch.arange(chunk.rows.start, chunk.rows.stop)
-        parts, labels = [], []
-        for batch in batches(take(data, rows), rows, size=len(rows), labelled=True):
-            step = smoother.images_per_chunk(batch.images, len(chunk.draws))
-            for at in range(0, len(batch), step):
-                some = batch[at : at + step]
-                parts.append(smoother.logits(some.images, chunk.draws, self.key.stream, some.ids).cpu())
-                bar.advance(len(some) * len(chunk.draws))
-            labels.append(batch.labels)
-        return torch.cat(parts), torch.cat(labels)
+    def has(self, chunk: Chunk) -> bool:
+        """Whether this very chunk is there and intact, whoever wrote it and however recently."""
+        with contextlib.suppress(FileNotFoundError, DamagedError):
+            self.entries[chunk] = self._inspect(chunk, self.entries.get(chunk))
+            self.damaged.pop(chunk, None)
+            return True
+        return False
 
     def write(self, chunk: Chunk, logits: Float[Tensor, "n draws k"], labels: Int[Tensor, " n"]) -> int:
         """Store one chunk and read it back; returns its size in bytes. All that a worker elsewhere needs to call."""
@@ -195,7 +187,7 @@ class LogitStore(StoreReader):
             f"({len(self.entries)} chunks); {what} and run the same again, it goes on from there"
         )
 
-    def _refuse_too_large(self, needed: int) -> None:
+    def refuse_too_large(self, needed: int) -> None:
         """Better now than after hours of computing."""
         free = shutil.disk_usage(self.folder).free
         if needed > free:
@@ -218,7 +210,7 @@ class LogitStore(StoreReader):
         except OSError as error:
             raise self._unwritable(INDEX, len(content), error) from None
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """The index of all there is, whoever wrote it, and no leftovers of writers that were killed."""
         # A full disk or a read-only store is no reason to fail: the chunks are there, and the index follows from them.
         with contextlib.suppress(InputError, OSError):

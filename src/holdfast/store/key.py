@@ -144,12 +144,23 @@ class StoreKey:
 
     def refuse_other(self, smoother: Smoother, data: Any) -> None:
         """Raise unless this smoother and these data are the ones the key was made of."""
-        numerics = {**smoother.numerics, "device": smoother.device.type}
-        found: dict[str, Any] = {"sigma": smoother.sigma, "images": length(data), **numerics}
-        if isinstance(smoother.model, nn.Module):
-            found |= {"model": fingerprint(smoother.model), "structure": _structure(smoother.model)}
-        if in_memory(data):
-            found["data"] = data_fingerprint(data)
+        self.refuse_smoother(smoother)
+        self.refuse_data(data)
+
+    def refuse_smoother(self, smoother: Smoother, anywhere: bool = False) -> None:
+        """Raise unless model, sigma and numerics are the key's; ``anywhere`` leaves out the kind of device."""
+        found: dict[str, Any] = {"sigma": smoother.sigma, **smoother.numerics}
+        if not anywhere:
+            found["device"] = smoother.device.type
+        own = fingerprint(smoother.model)
+        found |= {**({} if own is None else {"model": own}), "structure": _structure(smoother.model)}
+        self._refuse(found)
+
+    def refuse_data(self, data: Any) -> None:
+        """Raise unless there are as many images as the key says, and the same where they are in memory."""
+        self._refuse({"images": length(data), **({"data": data_fingerprint(data)} if in_memory(data) else {})})
+
+    def _refuse(self, found: dict[str, Any]) -> None:
         for name, value in found.items():
             if value != getattr(self, name):
                 raise InputError(
