@@ -1,0 +1,122 @@
+"""Every measurement, or those named: rows beside what they are compared with, printed as one table and kept as JSON.
+
+python benchmarks/run.py [NAMES...] [--quick] [--device cuda] [--compile] [--data FOLDER] [--out results/benchmarks]
+
+On a machine with torch, numpy, scipy, Pillow, safetensors and jaxtyping alone, from the sources:
+
+PYTHONPATH=src python benchmarks/run.py engine published --device cuda --compile --data FOLDER_OF_CIFAR10
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+# Run as a script, Python looks for modules beside it first; they are a package of the folder above.
+sys.path = [str(ROOT), *(path for path in sys.path if path != str(ROOT / "benchmarks"))]
+
+from benchmarks.table import as_text  # noqa: E402
+from benchmarks.timing import Options, Row, SkippedError  # noqa: E402
+from holdfast.experiments.manifest import manifest, write_results  # noqa: E402
+
+MEASUREMENTS = {
+    "engine": "benchmarks.engine",
+    "published": "benchmarks.published",
+    "ptt": "benchmarks.ptt",
+    "statistics": "benchmarks.score_statistics",
+    "mapie": "benchmarks.beside_mapie",
+    "certificates": "benchmarks.certificates",
+    "early_exit": "benchmarks.early_exit",
+    "store": "benchmarks.store",
+    "ray": "benchmarks.ray_workers",
+    "growth": "benchmarks.growth",
+    "attack": "benchmarks.attack",
+}
+ON_A_GPU = ("engine", "published", "ptt", "early_exit", "attack")  # the others do not run a network on it
+
+
+def measure(name: str, options: Options) -> list[Row]:
+    """The rows of one measurement."""
+    try:
+        module = importlib.import_module(MEASUREMENTS[name])
+    except ModuleNotFoundError as error:
+        raise SkippedError(f"needs {error.name}") from None
+    return module.measure(options)["rows"]
+
+
+def about(name: str, options: Options, took: float) -> dict[str, Any]:
+    """Where the numbers come from."""
+    command = f"python benchmarks/run.py {name} --device {options.device}"
+    command += "".join(f" --{flag}" for flag in ("compile", "quick") if getattr(options, flag))
+    command += " --data FOLDER" if options.data is not None else ""
+    config = {"device": options.device, "compile": options.compile, "quick": options.quick, "cifar10": options.data is not None}
+    facts = manifest(command, config, took)
+    facts["hardware"]["cpu"] = _processor()
+    return facts
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def run(names: Sequence[str], options: Options, out: Path) -> int:
+    """Measure, write one file per measurement, print one table; the number of measurements that failed."""
+    rows: list[Row] = []
+    failed = 0
+    for name in names:
+        start = time.monotonic()
+        try:
+            found = measure(name, options)
+        except SkippedError as reason:
+            print(f"{name}: skipped, {reason}", flush=True)
+            continue
+        except Exception:
+            traceback.print_exc()
+            failed += 1
+            continue
+        took = time.monotonic() - start
+        path = out / f"{name}-{'cuda' if options.gpu else 'cpu'}.json"
+        write_results(path, found, about(name, options, took))
+        print(f"{name}: {took:.0f} s, {path}", flush=True)
+        rows += found
+    if rows:
+        print(f"\n{as_text(rows)}")
+    return failed
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MEASUREMENTS)}")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compile", action="store_true", help="run networks through torch.compile")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that the scripts run, nothing else")
+    parser.add_argument("--data", type=Path, help="folder of CIFAR-10; random images without it")
+    parser.add_argument("--out", type=Path, help="default: results/benchmarks, out/benchmarks with --quick")
+    asked = parser.parse_args(arguments)
+    unknown = [name for name in asked.names if name not in MEASUREMENTS]
+    if unknown:
+        parser.error(f"no measurement {', '.join(unknown)}; there are {', '.join(MEASUREMENTS)}")
+    options = Options(asked.device, asked.compile, asked.quick, asked.data)
+    if options.gpu and not torch.cuda.is_available():
+        parser.error("no GPU that torch can use here")
+    names = asked.names or (ON_A_GPU if options.gpu else tuple(MEASUREMENTS))
+    out = asked.out or ROOT / ("out/benchmarks" if asked.quick else "results/benchmarks")
+    sys.exit(1 if run(names, options, out) else 0)
+
+
+if __name__ == "__main__":
+    main()
