@@ -123,7 +123,7 @@ def _memory(options: Options) -> list[Row]:
     )  # fmt: skip
     if options.quick:
         return [flat]
-    slice_ = _peaks("ImageNet-shaped slice, peak memory", (1024, 2048), IMAGENET["draws"], IMAGENET["classes"], HOLDOUT)
+    slice_ = _peaks("ImageNet-shaped slice, peak memory", (768, 1280), IMAGENET["draws"], IMAGENET["classes"], HOLDOUT)
     last, peak = slice_["peaks"][-1]
     # Whatever is larger: the growth that was measured, or the one that is documented.
     more = max(slice_["bytes_per_image"], slice_["kept_per_image"]) * (IMAGENET["images"] - last)

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-# Run as a script, Python looks for modules beside it first; they are a package of the folder above.
-sys.path = [str(ROOT), *(path for path in sys.path if path != str(ROOT / "benchmarks"))]
+if not __package__:  # run as a script, Python looks for modules beside it first; they are a package of the folder above
+    sys.path[0] = str(ROOT)
 
 from benchmarks.table import as_text  # noqa: E402
 from benchmarks.timing import Options, Row, SkippedError  # noqa: E402

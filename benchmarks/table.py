@@ -35,9 +35,9 @@ def _ratio(row: Row) -> str:
         return ", ".join(parts)
     if row["ratio"] is None:
         return ""
-    low, high = row["spread"]
     after = "x faster" if row.get("inverse") else "x"
-    return f"{row['ratio']:.3g}{after} [{low:.3g}, {high:.3g}]"
+    span = "" if row["spread"] is None else " [{:.3g}, {:.3g}]".format(*row["spread"])
+    return f"{row['ratio']:.3g}{after}{span}"
 
 
 def _extra(row: Row) -> str:
