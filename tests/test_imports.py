@@ -21,15 +21,15 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "holdfast"
 
 # A module imports only from modules before it. Packages stand for all of their files, which may import each other.
 ORDER = (
-    "errors", "bounds", "conformal", "draws", "scores", "transforms", "noise", "progress", "inputs", "metrics", "tuning",
-    "methods", "sets", "smoothing", "predictor", "artifact", "calibration", "attacks", "audit", "models", "datasets",
+    "errors", "bounds", "conformal", "draws", "scores", "transforms", "noise_kernel", "noise", "progress", "inputs", "metrics", "tuning",
+    "methods", "early_exit", "sets", "smoothing", "predictor", "artifact", "calibration", "attacks", "audit", "models", "datasets",
     "logits_file", "store", "training", "adapters", "specs", "set_rows", "plots", "report", "predictor_page", "experiments",
     "serve", "cli",
 )  # fmt: skip
 EXCEPTIONS = {("predictor", "artifact")}  # Predictor.save, inside the function
 HEAVY = (
     "sklearn", "PIL", "matplotlib", "typer", "rich", "jinja2", "pandas", "torchvision", "scipy.stats", "scipy.optimize",
-    "onnx", "onnxruntime",
+    "onnx", "onnxruntime", "triton",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from holdfast.cli import main
 from holdfast.datasets import cifar
@@ -217,6 +218,22 @@ def test_a_stopped_run_goes_on(folders: tuple[Path, Path], tmp_path: Path) -> No
     path.write_text("nonsense")
     again.reproduce(["conservativeness"], "")
     assert json.loads(path.read_text())["manifest"]["config"]["splits"] == 2
+
+
+def test_a_run_on_other_weights_does_not_count_as_done(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    shutil.copytree(folders[1], models)
+    said: list[str] = []
+    run((folders[0], models), tmp_path).reproduce(["conservativeness"], "")
+    again = replace(run((folders[0], models), tmp_path), resume=True, say=said.append)
+    again.reproduce(["conservativeness"], "")
+    assert said == ["conservativeness: done before"]
+    weights = models / "cifar10-resnet110-sigma0.25.safetensors"
+    state = load_file(weights)
+    save_file({name: value * 1.01 if value.is_floating_point() else value for name, value in state.items()}, weights)
+    after = replace(run((folders[0], models), tmp_path), resume=True, say=said.append)
+    after.reproduce(["conservativeness"], "")
+    assert said[1] != "conservativeness: done before"
 
 
 def test_imagenet_runs_on_any_folder_of_a_thousand_classes(tmp_path: Path) -> None:

@@ -235,3 +235,17 @@ def test_golden_scores(name: str, golden_folder: Path) -> None:
         "ptt_hps": lambda: PTT(holdout, **golden["ptt"])(hps(logits)),
     }[name]()
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10, 16])
+def test_comparing_pairs_and_sorting_give_the_same_aps(classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few classes are compared, many are sorted: the same numbers to rounding, and ties stay exactly tied."""
+    generator = torch.Generator().manual_seed(classes)
+    logits = torch.randint(-3, 4, (50, 4, classes), generator=generator).float()  # integers: many ties
+    u = torch.rand(50, 1, generator=generator)
+    compared = aps(logits, u)
+    monkeypatch.setattr("holdfast.scores._FEW", 0)
+    torch.testing.assert_close(compared, aps(logits, u), rtol=0, atol=1e-6)
+    for a in range(classes):
+        tied = logits == logits[..., a : a + 1]
+        assert torch.equal(compared.masked_select(tied), compared[..., a : a + 1].expand_as(logits).masked_select(tied))

@@ -15,6 +15,7 @@ class Draws:
 
     Calibration points carry their true label's scores ``[n, N]``, test points every label's ``[n, K, N]``.
     Because mean, variance and N travel in one value, a bound can never be paired with another image's mean.
+    ``unit`` says that the scores are known to lie in [0, 1], so that nobody has to look (on a GPU, to wait).
 
     Example:
         >>> draws = Draws(torch.tensor([[3.0, 1.0, 2.0]]))
@@ -22,12 +23,12 @@ class Draws:
         (tensor([2.], dtype=torch.float64), tensor([3.]), tensor([-inf]))
     """
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor, unit: bool = False) -> None:
         if values.ndim < 2 or values.shape[-1] < 1:
             raise InputError(
                 f"expected noisy scores [..., draws] with at least one draw, got shape {tuple(values.shape)}"
             )
-        self.values = values
+        self.values, self.unit = values, unit
 
     @property
     def count(self) -> int:
@@ -39,7 +40,7 @@ class Draws:
 
     def __getitem__(self, index: Tensor | slice) -> Draws:
         """Some of the points, all of their draws."""
-        return Draws(self.values[index])
+        return Draws(self.values[index], self.unit)
 
     def first(self, count: int) -> Draws:
         """The first ``count`` draws of every point."""
@@ -47,11 +48,11 @@ class Draws:
             raise InputError(
                 f"asked for {count} draws, only {self.count} are there; smooth with more draws or ask for fewer"
             )
-        return self if count == self.count else Draws(self.values[..., :count].contiguous())
+        return self if count == self.count else Draws(self.values[..., :count].contiguous(), self.unit)
 
     def of_label(self, labels: Tensor) -> Draws:
         """``[n, K, N]`` -> ``[n, N]``: the draws of one label per point."""
-        return Draws(self.values[torch.arange(len(labels), device=labels.device), labels])
+        return Draws(self.values[torch.arange(len(labels), device=labels.device), labels], self.unit)
 
     @cached_property
     def mean(self) -> Tensor:

@@ -29,6 +29,10 @@ class Batch:
     def __getitem__(self, index: Tensor | slice) -> Batch:
         return Batch(self.images[index], None if self.labels is None else self.labels[index], self.ids[index])
 
+    def to(self, device: torch.device) -> Batch:
+        """The same on another device; labels stay where they are."""
+        return Batch(self.images.to(device), self.labels, self.ids.to(device))
+
 
 @dataclass(frozen=True)
 class InputRange:

@@ -7,9 +7,11 @@ counter is (position, draw, example). No state is carried, so nothing depends on
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import math
 import secrets
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 
 import torch
@@ -84,8 +86,12 @@ class Stream:
 
     def gaussian(self, ids: Int[Tensor, " b"], draws: range, shape: tuple[int, ...]) -> Float[Tensor, "b d ..."]:
         """Standard normal noise ``[b, len(draws), *shape]`` in float32 on the device of ``ids``."""
-        ids = ids.long()
-        k0, k1, low_mask, high_mask = self._words("gaussian")
+        ids, words = ids.long(), self._words("gaussian")
+        if fused(ids.device):
+            from holdfast.noise_kernel import add_noise
+
+            return add_noise(torch.zeros(len(ids), *shape, device=ids.device), ids, words, draws, 1.0)
+        k0, k1, low_mask, high_mask = words
         size, blocks = prod(shape), math.ceil(prod(shape) / 4)  # a counter gives four words: two Box-Muller pairs
         position = torch.arange(blocks, device=ids.device)
         draw = torch.arange(draws.start, draws.stop, draws.step, device=ids.device).repeat(len(ids))[:, None]
@@ -96,13 +102,30 @@ class Stream:
         rows = max(1, 8192 // blocks) if ids.device.type == "cpu" else max(1, len(draw))
         for at in range(0, len(draw), rows):
             part = slice(at, at + rows)
-            words = philox((position, draw[part], low[part], high[part]), (k0, k1))
+            four = philox((position, draw[part], low[part], high[part]), (k0, k1))
             for pair in (0, 2):
-                radius = _unit(words[pair]).log_().mul_(-2).sqrt_()
-                angle = _unit(words[pair + 1]).mul_(2 * math.pi)
+                radius = _unit(four[pair]).log_().mul_(-2).sqrt_()
+                angle = _unit(four[pair + 1]).mul_(2 * math.pi)
                 torch.mul(radius, angle.cos(), out=out[part, :, pair])
                 torch.mul(radius, angle.sin(), out=out[part, :, pair + 1])
         return out.view(len(draw), -1)[:, :size].reshape(len(ids), len(draws), *shape)
+
+    def noisy(
+        self, images: Float[Tensor, "b ..."], ids: Int[Tensor, " b"], draws: range, sigma: float
+    ) -> Float[Tensor, "b d ..."]:
+        """``images[:, None] + sigma * gaussian(...)``: on a GPU straight into the batch that the network will read.
+
+        Example:
+            >>> stream, ids, images = Stream(seed=7, role="test"), torch.tensor([5, 3]), torch.ones(2, 1, 4, 4)
+            >>> noise = stream.gaussian(ids, range(3), (1, 4, 4))
+            >>> torch.equal(stream.noisy(images, ids, range(3), 0.5), 1 + 0.5 * noise)
+            True
+        """
+        if fused(images.device):
+            from holdfast.noise_kernel import add_noise
+
+            return add_noise(images, ids.long(), self._words("gaussian"), draws, sigma)
+        return self.gaussian(ids, draws, tuple(images.shape[1:])).mul_(sigma).add_(images[:, None])
 
     def uniform(self, ids: Int[Tensor, " b"], purpose: str) -> Float[Tensor, " b"]:
         """One U(0, 1) number per example, independent of its noise and of every other purpose."""
@@ -111,6 +134,12 @@ class Stream:
         zero = torch.zeros_like(ids)
         words = philox((zero, zero, (ids & _MASK) ^ low_mask, ((ids >> 32) & _MASK) ^ high_mask), (k0, k1))
         return _unit(words[0])
+
+
+@cache
+def fused(device: torch.device) -> bool:
+    """Whether noise is made there by one kernel: NVIDIA and AMD devices, where Triton is installed."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def _unit(words: Tensor) -> Tensor:

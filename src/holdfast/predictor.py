@@ -12,13 +12,15 @@ from torch import Tensor
 
 from holdfast.conformal import Guarantee
 from holdfast.draws import Draws
+from holdfast.early_exit import Vote
 from holdfast.errors import InputError
-from holdfast.inputs import InputRange, watched
+from holdfast.inputs import Batch, InputRange, batches, length, watched
 from holdfast.methods import Method
 from holdfast.noise import Stream, fresh_seed
+from holdfast.progress import Bar
 from holdfast.scores import Score
 from holdfast.sets import PredictionSets
-from holdfast.smoothing import Smoother
+from holdfast.smoothing import Gathered, Smoother
 from holdfast.transforms import PTT
 
 Level = tuple[float, float]  # (alpha, epsilon)
@@ -49,9 +51,9 @@ def noisy_scores(score: Score, kind: str, logits: Tensor, u: Tensor, ptt: PTT | 
     if kind == "ptt":
         assert ptt is not None
         scores = ptt(scores)
-    if scores.isnan().any():
+    if not score.sound and scores.isnan().any():
         raise InputError(f"score {score.name!r} returned NaN; a NaN has no rank, so it carries no guarantee")
-    return Draws(scores.transpose(1, 2).contiguous())
+    return Draws(scores.transpose(1, 2).contiguous(), unit=kind == "ptt" or (kind == "plain" and score.sound))
 
 
 class Predictor:
@@ -128,6 +130,7 @@ class Predictor:
         nested: bool = False,
         ids: Any = None,
         seed: int | None = None,
+        early_exit: bool = False,
     ) -> PredictionSets:
         """Prediction sets for new images.
 
@@ -138,14 +141,16 @@ class Predictor:
             ids: integers that key each image's noise; positions by default.
             seed: for experiments only. Without it every call draws fresh noise from the operating system, which is what
                 the guarantee assumes: an attacker who can guess the noise is not covered.
+            early_exit: stop drawing for an image once every label is decided; the sets are those of full drawing. For
+                count rules (``exact``, ``exact_asymmetric``); ``draws_used`` of the result says what each image took.
         """
         level = self._level(alpha, epsilon)
         wanted = [level]
         if nested:
             wanted = [(a, e) for a, e in self.levels if a == level[0] and e <= level[1]]
-        masks = self._masks(images, wanted, ids, seed)
+        masks, used = (self._masks_early if early_exit else self._masks)(images, wanted, ids, seed)
         mask = torch.stack([masks[item] for item in wanted]).any(dim=0)
-        return PredictionSets(mask, self.guarantee_for(*level), self.class_names)
+        return PredictionSets(mask, self.guarantee_for(*level), self.class_names, used)
 
     predict_set = predict
 
@@ -153,7 +158,7 @@ class Predictor:
         self, images: Any, *, nested: bool = False, ids: Any = None, seed: int | None = None
     ) -> dict[Level, PredictionSets]:
         """Sets for every (alpha, epsilon) from one pass of the network."""
-        masks = self._masks(images, list(self.levels), ids, seed)
+        masks, _ = self._masks(images, list(self.levels), ids, seed)
         if nested:
             masks = {
                 (a, e): torch.stack([masks[b, f] for b, f in self.levels if b == a and f <= e]).any(dim=0)
@@ -161,26 +166,57 @@ class Predictor:
             }
         return {key: PredictionSets(mask, self.guarantee_for(*key), self.class_names) for key, mask in masks.items()}
 
-    def _masks(self, images: Any, wanted: list[Level], ids: Any, seed: int | None) -> dict[Level, Tensor]:
+    def _checked(self, images: Any) -> Any:
+        """The images, each batch compared with what the predictor was calibrated on before the network sees it."""
+        if self.inputs is None:
+            return images
+        expected, largest = self.inputs, max(epsilon for _, epsilon in self.levels)
+        return watched(images, lambda batch: expected.check(batch, largest))
+
+    def _masks(self, images: Any, wanted: list[Level], ids: Any, seed: int | None) -> tuple[dict[Level, Tensor], None]:
         stream = Stream(fresh_seed() if seed is None else seed, "test")
         draws = max(self.levels[level].rule.test_draws for level in wanted)
-        masks: dict[Level, list[Tensor]] = {level: [] for level in wanted}
-        if self.inputs is not None:
-            expected, largest = self.inputs, max(epsilon for _, epsilon in self.levels)
-            images = watched(images, lambda batch: expected.check(batch, largest))
-        for batch, logits in self.smoother.stream(images, draws, stream, ids):
+        masks = {level: Gathered() for level in wanted}
+        for batch, logits in self.smoother.stream(self._checked(images), draws, stream, ids):
             for level, mask in self.decide(logits, batch.ids, stream, wanted).items():
-                masks[level].append(mask.cpu())
-        return {level: torch.cat(parts) for level, parts in masks.items()}
+                masks[level].add(mask)
+        return {level: kept.whole() for level, kept in masks.items()}, None
+
+    def _masks_early(
+        self, images: Any, wanted: list[Level], ids: Any, seed: int | None
+    ) -> tuple[dict[Level, Tensor], Tensor]:
+        stream = Stream(fresh_seed() if seed is None else seed, "test")
+        rules, thresholds = ([getattr(self.levels[level], name) for level in wanted] for name in ("rule", "threshold"))
+        vote = Vote.of(rules, thresholds)
+        masks, used = {level: Gathered() for level in wanted}, Gathered()
+
+        def exceeded(some: Batch, span: range) -> Tensor:
+            logits = self.smoother.logits(some.images, span, stream, some.ids)
+            self._expect_classes(logits)
+            scores = noisy_scores(self.score, "order", logits, stream.uniform(some.ids.to(logits.device), "aps"))
+            return vote.above(scores, span)
+
+        with Bar("smoothing", length(images), self.smoother.progress) as bar:
+            for batch in batches(self._checked(images), ids, size=self.smoother.most_rows):
+                v = stream.uniform(batch.ids.to(self.smoother.device), "boundary")
+                decided, took = vote.run(batch.to(self.smoother.device), v, exceeded)
+                for level, mask in zip(wanted, decided, strict=True):
+                    masks[level].add(mask)
+                used.add(took)
+                bar.advance(len(batch))
+        return {level: kept.whole() for level, kept in masks.items()}, used.whole()
+
+    def _expect_classes(self, logits: Tensor) -> None:
+        if logits.shape[2] != self.classes:
+            raise InputError(
+                f"the predictor was calibrated on {self.classes} classes, the model returned {logits.shape[2]}"
+            )
 
     def decide(
         self, logits: Tensor, ids: Tensor, stream: Stream, wanted: Sequence[Level] | None = None
     ) -> dict[Level, Tensor]:
         """Sets from noisy logits [n, N, K] that this predictor's smoother made."""
-        if logits.shape[2] != self.classes:
-            raise InputError(
-                f"the predictor was calibrated on {self.classes} classes, the model returned {logits.shape[2]}"
-            )
+        self._expect_classes(logits)
         ids = ids.to(logits.device)
         u, v = stream.uniform(ids, "aps"), stream.uniform(ids, "boundary")
         cache: dict[tuple[str, float], Draws] = {}

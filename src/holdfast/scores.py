@@ -67,6 +67,8 @@ def aps(logits: Float[Tensor, "*b k"], u: Float[Tensor, "*#b"] | float) -> Float
         >>> aps(torch.tensor([0.5, 0.3, 0.2]).log(), u=1.0)
         tensor([0.5000, 0.8000, 1.0000])
     """
+    if logits.shape[-1] <= _FEW:
+        return _aps_of_few(logits.softmax(dim=-1), _last(u, logits))
     ordered, order, first = _ranked(logits)
     before = (ordered.cumsum(dim=-1) - ordered).gather(-1, first)
     mass = before + _last(u, ordered) * ordered
@@ -92,6 +94,18 @@ def raps(
     return ((aps(logits, u) + penalty * excess) / (1 + penalty * max(classes - k_reg, 0))).clamp_max(1)
 
 
+_FEW = 16  # classes up to which comparing every pair is faster than sorting
+
+
+def _aps_of_few(probabilities: Tensor, u: Tensor) -> Tensor:
+    """APS by comparing every pair of labels, labels first in memory: no sort, no gather, nothing but long vectors."""
+    first = probabilities.movedim(-1, 0).contiguous()
+    mass = u.movedim(-1, 0) * first
+    for one in first:
+        mass += torch.where(first < one, one, 0)
+    return mass.clamp_(0, 1).movedim(0, -1)
+
+
 def _last(u: Tensor | float, like: Tensor) -> Tensor:
     return torch.as_tensor(u, dtype=like.dtype, device=like.device)[..., None]
 
@@ -113,10 +127,12 @@ class Score(ABC):
         name: what reports and saved predictors call it.
         bounded: whether values always lie in [0, 1]; RSCP and RSCP+ assume it, the count rules do not.
         randomized: whether it uses ``u``, one uniform number per image.
+        sound: in [0, 1] and never NaN by construction, for any finite logits, so that nobody has to look at the values.
     """
 
     name: str
     bounded: bool = True
+    sound: bool = False
     randomized: bool = False
 
     @abstractmethod
@@ -137,6 +153,7 @@ class HPS(Score):
     """:func:`hps`, ordered by :func:`log_odds`."""
 
     name = "hps"
+    sound = True
 
     def config(self) -> dict[str, Any]:
         return {"name": self.name}
@@ -153,6 +170,7 @@ class APS(Score):
     """:func:`aps`."""
 
     name = "aps"
+    sound = True
     randomized = True
 
     def config(self) -> dict[str, Any]:
@@ -170,6 +188,7 @@ class RAPS(Score):
     k_reg: int = 1
 
     name = "raps"
+    sound = True
     randomized = True
 
     def __post_init__(self) -> None:

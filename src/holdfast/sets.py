@@ -16,12 +16,14 @@ from holdfast.metrics import Evaluation, evaluate
 class PredictionSets:
     """Sets for n images: ``mask[i, k]`` says whether label k is in set i.
 
-    Iterating gives each set as a list of class names (or indices where there are none).
+    Iterating gives each set as a list of class names (or indices where there are none). ``draws_used`` says how many model
+    evaluations each image took where they may differ, with early exit.
     """
 
     mask: Bool[Tensor, "n k"]
     guarantee: Guarantee
     class_names: tuple[str, ...] | None = None
+    draws_used: Int[Tensor, " n"] | None = None
 
     @property
     def size(self) -> Int[Tensor, " n"]:
@@ -53,7 +55,8 @@ class PredictionSets:
         """Some of the sets; an integer gives one, still as :class:`PredictionSets`."""
         if isinstance(index, int):
             index = slice(index, index + 1 or None)
-        return PredictionSets(self.mask[index], self.guarantee, self.class_names)
+        used = None if self.draws_used is None else self.draws_used[index]
+        return PredictionSets(self.mask[index], self.guarantee, self.class_names, used)
 
     def __repr__(self) -> str:
         n, classes = self.mask.shape

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,8 @@ class Smoother:
         autocast: dtype for mixed precision. Like the next two it changes the function that is certified, so it must be
             the same at calibration and prediction; saved predictors remember it.
         channels_last: memory format of the network's input.
-        compile: run the module through ``torch.compile``.
+        compile: run the module through ``torch.compile``. Batches are filled up to a few fixed sizes (``batch_size`` and
+            the powers of four below it), each compiled once.
         progress: show a bar on a terminal; or a function called with (done, total).
 
     Example:
@@ -137,7 +139,7 @@ class Smoother:
             torch.device(device) if device is not None else first.device if first is not None else torch.device("cpu")
         )
         self.autocast, self.channels_last, self.compile, self.progress = autocast, channels_last, compile, progress
-        self._forward: Callable[[Tensor], Tensor] = torch.compile(model) if compile else model  # type: ignore[assignment]
+        self._forward: Callable[[Tensor], Tensor] = torch.compile(model, dynamic=False) if compile else model  # type: ignore[assignment]
 
     @property
     def numerics(self) -> dict[str, Any]:
@@ -151,22 +153,59 @@ class Smoother:
         """Noisy logits of a few images, all kept."""
         ids = torch.arange(len(images)) if ids is None else ids
         with evaluation_mode(self.model), torch.inference_mode():
-            return self._chunk(images, ids, as_range(draws), stream)
+            return _finite(self._chunk(images, ids, as_range(draws), stream))
 
     def stream(
         self, data: Any, draws: int | range, stream: Stream, ids: Any = None, labelled: bool = False
     ) -> Iterator[tuple[Batch, Float[Tensor, "b draws k"]]]:
-        """Noisy logits of any data, chunk by chunk: memory does not grow with the number of images."""
+        """Noisy logits of any data, chunk by chunk: memory does not grow with the number of images.
+
+        On a GPU the host runs ahead: the next images are on their way while the network works, and a chunk's logits are
+        looked at for NaN two chunks later. The stream ends only when all of them are known to be finite.
+        """
         span, total = as_range(draws), length(data)
+        late: deque[Tensor] = deque()
         with evaluation_mode(self.model), Bar("smoothing", total, self.progress) as bar:
-            for batch in batches(data, ids, size=max(256, self.most_rows // len(span)), labelled=labelled):
-                per_chunk = self.images_per_chunk(batch.images, len(span))
-                for at in range(0, len(batch), per_chunk):
-                    part = batch[at : at + per_chunk]
-                    with torch.inference_mode():
-                        logits = self._chunk(part.images, part.ids, span, stream)
-                    yield part, logits
-                    bar.advance(len(part))
+            for part, images in self._ahead(self._parts(data, len(span), ids, labelled)):
+                with torch.inference_mode():
+                    logits = self._chunk(images, part.ids, span, stream)
+                    late.append(logits.isfinite().all())
+                while len(late) > (2 if logits.is_cuda else 0):
+                    _expect_finite(late.popleft())
+                yield part, logits
+                bar.advance(len(part))
+            for finite in late:
+                _expect_finite(finite)
+
+    def _parts(self, data: Any, draws: int, ids: Any, labelled: bool) -> Iterator[Batch]:
+        """Batches small enough for one forward pass."""
+        for batch in batches(data, ids, size=max(256, self.most_rows // draws), labelled=labelled):
+            per_chunk = self.images_per_chunk(batch.images, draws)
+            for at in range(0, len(batch), per_chunk):
+                yield batch[at : at + per_chunk]
+
+    def _ahead(self, parts: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
+        """Each part with its images on the device: copied from pinned memory, beside the network's work on the last."""
+        if self.device.type != "cuda":
+            yield from ((part, part.images) for part in parts)
+            return
+        aside, here = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+        waiting: deque[tuple[Batch, Tensor, torch.cuda.Event]] = deque()
+
+        def arrived() -> tuple[Batch, Tensor]:
+            part, images, copied = waiting.popleft()
+            here.wait_event(copied)
+            images.record_stream(here)
+            return part, images
+
+        for part in parts:
+            with torch.cuda.stream(aside):
+                pinned = part.images if part.images.is_cuda else part.images.pin_memory()
+                waiting.append((part, pinned.to(self.device, non_blocking=True), aside.record_event()))
+            if len(waiting) > 1:
+                yield arrived()
+        while waiting:
+            yield arrived()
 
     def reduce(
         self,
@@ -185,7 +224,10 @@ class Smoother:
             >>> mean.shape
             torch.Size([2, 3])
         """
-        return torch.cat([reduction(batch, logits).cpu() for batch, logits in self.stream(data, draws, stream, ids)])
+        kept = Gathered()
+        for batch, logits in self.stream(data, draws, stream, ids):
+            kept.add(reduction(batch, logits))
+        return kept.whole()
 
     @property
     def most_rows(self) -> int:
@@ -208,7 +250,7 @@ class Smoother:
         ids = ids.to(self.device, non_blocking=True)
         if self.sigma == 0:  # every draw is the same
             once = self._forward_all(images, ids, range(1), stream, self._rows(images), 1)
-            return self._finite(once).expand(-1, len(span), -1)
+            return once.expand(-1, len(span), -1)
         while True:
             rows = self._rows(images)
             try:
@@ -219,12 +261,6 @@ class Smoother:
                     raise
                 self.batch_size = rows // 2
                 torch.cuda.empty_cache()
-        return self._finite(out)
-
-    @staticmethod
-    def _finite(out: Tensor) -> Tensor:
-        if not out.isfinite().all():
-            raise InputError("the model returned NaN or infinite logits under noise; no guarantee survives that")
         return out
 
     def _forward_all(
@@ -239,12 +275,15 @@ class Smoother:
                 if self.sigma == 0:
                     noisy = some[:, None].expand(-1, len(draws), *shape)
                 else:
-                    noisy = stream.gaussian(their, draws, shape).mul_(self.sigma).add_(some[:, None])
+                    noisy = stream.noisy(some, their, draws, self.sigma)
                 parts.append(self._run(noisy.reshape(-1, *shape)).view(len(some), len(draws), -1))
             steps.append(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0])
         return torch.cat(steps) if len(steps) > 1 else steps[0]
 
     def _run(self, inputs: Tensor) -> Tensor:
+        asked = len(inputs)
+        if self.compile:
+            inputs = _filled_up(inputs, self._rows(inputs))
         if self.channels_last and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         try:
@@ -260,4 +299,58 @@ class Smoother:
             raise InputError(f"expected the model to return logits [{len(inputs)}, classes], got {found}")
         if out.shape[1] < 2:
             raise InputError(f"expected at least 2 classes, the model returns {out.shape[1]}")
-        return out.float()
+        return out[:asked].float()
+
+
+def _filled_up(inputs: Tensor, rows: int) -> Tensor:
+    """The batch with blank images behind it, up to the next size that is compiled.
+
+    Example:
+        >>> [len(_filled_up(torch.ones(n, 1), 1000)) for n in (1, 16, 17, 300, 1000, 2000)]
+        [16, 16, 64, 1000, 1000, 2000]
+    """
+    size = 16
+    while size < len(inputs):
+        size *= 4
+    missing = max(0, min(size, rows) - len(inputs))
+    return torch.cat([inputs, inputs.new_zeros(missing, *inputs.shape[1:])]) if missing else inputs
+
+
+def _expect_finite(flag: Tensor) -> None:
+    if not flag:
+        raise InputError("the model returned NaN or infinite logits under noise; no guarantee survives that")
+
+
+def _finite(logits: Tensor) -> Tensor:
+    _expect_finite(logits.isfinite().all())
+    return logits
+
+
+class Gathered:
+    """Results that come piece by piece, on their way to the host in few large copies.
+
+    Example:
+        >>> kept = Gathered()
+        >>> for piece in torch.arange(6).split(2):
+        ...     kept.add(piece)
+        >>> kept.whole()
+        tensor([0, 1, 2, 3, 4, 5])
+    """
+
+    def __init__(self, at_once: int = 2**26) -> None:
+        self._at_once, self._waiting, self._host = at_once, [], []  # type: int, list[Tensor], list[Tensor]
+
+    def add(self, piece: Tensor) -> None:
+        self._waiting.append(piece)
+        if sum(waiting.nbytes for waiting in self._waiting) > self._at_once:
+            self._fetch()
+
+    def _fetch(self) -> None:
+        if self._waiting:
+            self._host.append(torch.cat(self._waiting).cpu())
+            self._waiting.clear()
+
+    def whole(self) -> Tensor:
+        """Everything added, on the CPU."""
+        self._fetch()
+        return torch.cat(self._host) if len(self._host) != 1 else self._host[0]

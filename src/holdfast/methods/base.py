@@ -138,6 +138,8 @@ class Method(ABC):
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "setting"}
 
     def _unit_interval(self, draws: Draws) -> Draws:
+        if draws.unit:
+            return draws
         low, high = draws.extremes
         if not (low >= 0 and high <= 1):
             raise InputError(

@@ -6,6 +6,7 @@ statistics that methods threshold remain.
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from holdfast.noise import Stream
 from holdfast.smoothing import Smoother
 from holdfast.store import LogitStore, StoreKey
 
+DATASETS = ("cifar10", "cifar100")
 CHUNK_IMAGES = 250  # divides 10 000: every forward pass has one shape, so a compiled network is compiled once
 
 
@@ -42,6 +44,7 @@ class Material:
         images: use only so many test images (of an image folder, so many at random).
         holdout: points set aside for tuning and PTT.
         attack_images, attack_steps, attack_draws: the SmoothAdv attack.
+        used: fingerprints of the data and weights read so far, by name.
     """
 
     data: Path | None
@@ -57,6 +60,7 @@ class Material:
     attack_draws: int = 32
     depth: int = 110
     progress: bool = True
+    used: dict[str, str] = field(default_factory=dict)
     _datasets: dict[str, Labelled] = field(default_factory=dict)
     _features: OrderedDict[tuple[Any, ...], Tensor] = field(default_factory=OrderedDict)
     _attacks: dict[tuple[Source, float, int], Attacked] = field(default_factory=dict)
@@ -68,6 +72,7 @@ class Material:
                 raise InputError(f"{name} is needed: give the folder of its official files with --data")
             everything = cifar(name, self.data, "test")
             self._datasets[name] = everything[: self.images or len(everything)]
+            self.used[name] = self._datasets[name].fingerprint
         return self._datasets[name]
 
     def imagenet(self) -> ImageFolder:
@@ -89,8 +94,21 @@ class Material:
         """Weights or a head by name."""
         for suffix in (".safetensors", ".pth.tar", ".pth", ".pt"):
             if self.models is not None and (self.models / f"{name}{suffix}").is_file():
-                return self.models / f"{name}{suffix}"
-        return find_weights(name)
+                found = self.models / f"{name}{suffix}"
+                break
+        else:
+            found = find_weights(name)
+        self.used[name] = hashlib.sha256(found.read_bytes()).hexdigest()
+        return found
+
+    def unchanged(self, used: dict[str, str]) -> bool:
+        """Whether the data and weights of these names are still those of an earlier run."""
+        for name in used:
+            if name in DATASETS:
+                self.dataset(name)
+            else:
+                self.find(name)
+        return used.items() <= self.used.items()
 
     def model(self, source: Source) -> nn.Module:
         """The network of a source with its head, in eval mode on the device."""
@@ -164,8 +182,7 @@ class Material:
             chosen = self.victims(len(data))
             model, moved = self.model(source), self.attack(source, *data[chosen].pair, chosen, epsilon)
             _, head = last_linear(model)
-            # Not compiled: attacked images come in odd numbers, and every new shape would be compiled anew.
-            smoother = self.smoother(backbone(model), source.sigma, compile=False)
+            smoother = self.smoother(backbone(model), source.sigma, self.compile)
             # Through float16 features and the same head, as the clean logits go through the store.
             with torch.inference_mode():
                 logits = smoother.reduce(

@@ -76,7 +76,7 @@ class Run:
                 skipped.append(name)
                 self.say(f"  passed over: {error}")
                 continue
-            about = manifest(command, self.config(), time.monotonic() - start)
+            about = manifest(command, self.config(), time.monotonic() - start) | {"inputs": dict(self.material.used)}
             write_results(path, rows, {**about, "title": item.title, "where": item.where, "note": item.note})
             files.append(path)
         if skipped:
@@ -93,9 +93,12 @@ class Run:
         return rows_of(cells, item, known)
 
     def _done(self, path: Path) -> bool:
+        """Whether the file holds a run with these settings, on these data and weights."""
         try:
-            return json.loads(path.read_text())["manifest"]["config"] == json.loads(json.dumps(self.config()))
-        except (OSError, ValueError, KeyError, TypeError):
+            about = json.loads(path.read_text())["manifest"]
+            same = about["config"] == json.loads(json.dumps(self.config()))
+            return same and self.material.unchanged(about["inputs"])
+        except (OSError, ValueError, KeyError, TypeError, InputError):
             return False
 
 

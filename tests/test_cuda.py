@@ -1,0 +1,91 @@
+"""What only a GPU can show. Run as a script where pytest is missing: ``PYTHONPATH=src python tests/test_cuda.py``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+
+
+def kernel_agrees_with_tensor_operations() -> None:
+    """The words are the same, so the numbers differ by the rounding of log, sine and cosine: at most 1e-5 of 6.8."""
+    from holdfast.noise import Stream, fused
+
+    assert fused(torch.device("cuda", 0)), "Triton is missing"
+    for shape in ((3, 32, 32), (1, 5, 7), (4,), (3, 224, 224)):
+        stream, ids = Stream(2**100 + 7, "test"), torch.tensor([5, 0, 2**40 + 1, 2**62])
+        images = torch.rand(4, *shape, generator=torch.Generator().manual_seed(0))
+        for draws in (range(3), range(5, 9), range(1, 7, 2), range(2**20, 2**20 + 2)):
+            there = stream.noisy(images.cuda(), ids.cuda(), draws, 0.25).cpu()
+            torch.testing.assert_close(there, stream.noisy(images, ids, draws, 0.25), rtol=0, atol=1e-5)
+            plain = stream.gaussian(ids.cuda(), draws, shape).cpu()
+            torch.testing.assert_close(plain, stream.gaussian(ids, draws, shape), rtol=0, atol=1e-5)
+
+
+def a_stream_gives_what_logits_gives() -> None:
+    """Prefetching, late checks and large copies to the host change nothing; a NaN is found before the stream ends."""
+    from holdfast.errors import InputError
+    from holdfast.noise import Stream
+    from holdfast.smoothing import Smoother
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 5)).cuda()
+    smoother = Smoother(model, 0.5, batch_size=64, progress=False)
+    images, stream = torch.rand(103, 3, 4, 4), Stream(3, "test")
+    kept = smoother.reduce(images, 7, stream, lambda _, logits: logits)
+    torch.testing.assert_close(kept, smoother.logits(images, 7, stream).cpu(), rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        model[1].weight.fill_(torch.nan)
+    seen = False
+    try:
+        smoother.reduce(images, 7, stream, lambda _, logits: logits)
+    except InputError as error:
+        seen = "NaN" in str(error)
+    assert seen, "a NaN passed unseen"
+
+
+def early_exit_gives_the_sets_of_full_drawing() -> None:
+    from holdfast.calibration import calibrate
+
+    torch.manual_seed(0)
+    centres = torch.rand(6, 48)
+    labels = torch.randint(6, (900,))
+    images = (centres[labels] + 0.2 * torch.randn(900, 48)).clamp(0, 1).view(-1, 3, 4, 4)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 6)).cuda().eval()
+    with torch.no_grad():
+        model[1].weight.copy_(8 * centres)
+        model[1].bias.copy_(-4 * centres.square().sum(dim=1))
+    predictor = calibrate(
+        model, (images[:600], labels[:600]), sigma=0.25, epsilon=0.125, draws=32, seed=1, progress=False
+    )
+    full = predictor.predict(images[600:], seed=5)
+    early = predictor.predict(images[600:], seed=5, early_exit=True)
+    assert torch.equal(full.mask, early.mask)
+    assert early.draws_used is not None
+    assert float(early.draws_used.double().mean()) < 32
+
+
+CHECKS = (
+    kernel_agrees_with_tensor_operations, a_stream_gives_what_logits_gives, early_exit_gives_the_sets_of_full_drawing
+)  # fmt: skip
+
+
+def test_on_a_gpu() -> None:
+    """In a process of its own: Triton reads kernels' source, which the run-time type checks of the tests would rewrite."""
+    import pytest
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    subprocess.run([sys.executable, __file__], check=True, env=environment, timeout=600)
+
+
+if __name__ == "__main__":
+    for check in CHECKS:
+        check()
+        print("passed:", check.__name__)
