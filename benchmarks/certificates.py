@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,11 @@ def measure(options: Options) -> dict[str, Any]:
     rows = []
     for name, work in (("hull level", one_level), ("majorant", one_majorant)):
         work(2)
-        points = {n: [seconds(lambda n=n: work(n)) for _ in range(options.pick(1, 3))] for n in every}
-        rows += [alone(f"{name}, {n} draws", points[n], {"draws": n}) for n in every if options.quick or n in (1, 16, 64, 256)]
+        points = {n: [seconds(partial(work, n)) for _ in range(options.pick(1, 3))] for n in every}
+        rows += [
+            alone(f"{name}, {n} draws", points[n], {"draws": n})
+            for n in every
+            if options.quick or n in (1, 16, 64, 256)
+        ]
         rows.append(grown(f"{name}, growth with draws", "draws", points, {}))
     return {"rows": rows}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -28,7 +27,9 @@ def _digits(options: Options) -> tuple[nn.Module, Parts, str]:
         raise SkippedError(f"needs labelled images that a network can classify: --data, or {reason}") from None
     train, known, test = data.split(900, 600, -1)
     torch.manual_seed(0)
-    model = fit_under_noise(SmallCNN(), *train.pair, sigma=SIGMA, epochs=options.pick(2, 30), progress=False)
+    model = fit_under_noise(
+        SmallCNN(width=options.pick(16, 64)), *train.pair, sigma=SIGMA, epochs=options.pick(2, 30), progress=False
+    )
     return model.to(options.device), (known.pair, test.images), "digits"
 
 
@@ -49,7 +50,12 @@ def _rows(predictor: Predictor, test: Tensor, draws: int, options: Options, sour
         options.repeats,
         options.device,
     )
-    sizes = {"images": len(test), "draws": draws, "data": source, "rule": type(predictor.levels[ALPHA, EPSILON].rule).name}
+    sizes = {
+        "images": len(test),
+        "draws": draws,
+        "data": source,
+        "rule": type(predictor.levels[ALPHA, EPSILON].rule).name,
+    }
     more = {
         "mean_draws": float(used.double().mean()), "share_of_draws": float(used.double().mean()) / draws,
         "labels_decided_otherwise": int((full.mask != early.mask).sum()),
@@ -58,15 +64,10 @@ def _rows(predictor: Predictor, test: Tensor, draws: int, options: Options, sour
 
 
 def measure(options: Options) -> dict[str, Any]:
-    if "early_exit" not in inspect.signature(Predictor.predict).parameters:
-        raise SkippedError("this version of holdfast always takes every draw")
     model, (known, test), source = (_cifar if options.gpu and options.data is not None else _digits)(options)
     rows: list[Row] = []
     for draws in options.pick((8,), (16, 64)):
-        if source == "digits":
-            engine = Smoother(model, SIGMA, progress=False)
-        else:
-            engine = smoother(model, options, 16384)
+        engine = Smoother(model, SIGMA, progress=False) if source == "digits" else smoother(model, options, 16384)
         predictor = calibrate(engine, known, epsilon=EPSILON, alpha=ALPHA, method="exact", draws=draws, seed=0)
         rows += _rows(predictor, test, draws, options, source)
     return {"rows": rows}

@@ -69,7 +69,9 @@ def _time(options: Options) -> list[Row]:
                 work = build(size["n"], size["N"], size["K"])
                 work()
                 points[value] = [seconds(work) for _ in range(options.pick(1, 3))]
-            row = grown(f"{what}, growth with {variable}", variable, points, {k: v for k, v in middle.items() if k != variable})
+            row = grown(
+                f"{what}, growth with {variable}", variable, points, {k: v for k, v in middle.items() if k != variable}
+            )
             rows.append(row if options.quick else goal(row, at_most=most[variable], of="exponent"))
     return rows
 

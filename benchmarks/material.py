@@ -77,7 +77,11 @@ def network(options: Options, classes: int = 10) -> nn.Module:
 
 def numerics(options: Options) -> dict[str, object]:
     """Half precision and channels last on a GPU; plain float32 on a CPU."""
-    return {"autocast": torch.float16 if options.gpu else None, "channels_last": options.gpu, "compile": options.compile}
+    return {
+        "autocast": torch.float16 if options.gpu else None,
+        "channels_last": options.gpu,
+        "compile": options.compile,
+    }
 
 
 def smoother(model: nn.Module, options: Options, batch_size: int) -> Smoother:

@@ -127,7 +127,9 @@ def _predictor(options: Options, engine: Smoother, draws: int, **more: Any) -> t
     images, labels, source = cifar10(options, held + points + many)
     if options.data is None:  # the network's own opinion: a predictor needs labels that it can predict
         with torch.inference_mode():
-            labels = torch.cat([engine.model(part.to(options.device)).argmax(dim=1).cpu() for part in images.split(256)])
+            labels = torch.cat(
+                [engine.model(part.to(options.device)).argmax(dim=1).cpu() for part in images.split(256)]
+            )
     (holdout, calibration, test), (held_labels, known, truth) = (part.split([held, points, many]) for part in (images, labels))  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HoldfastWarning)  # untrained networks have large sets
@@ -197,7 +199,14 @@ def measure(options: Options) -> dict[str, Any]:
         "published_noisy_images_per_second": draws / equal["baseline_seconds"],
     }
     alone = beside(
-        "published pipeline, scores and bounds on the host", times["host"], name, published, sizes, few, few, unit="image"
+        "published pipeline, scores and bounds on the host",
+        times["host"],
+        name,
+        published,
+        sizes,
+        few,
+        few,
+        unit="image",
     )
     certified = beside(
         "certified set, 16 draws", times["set"], name, published, {**sizes, "draws": 16, "images": len(test), "data": source},

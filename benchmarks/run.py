@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import platform
 import sys
 import time
@@ -38,7 +39,7 @@ MEASUREMENTS = {
     "certificates": "benchmarks.certificates",
     "early_exit": "benchmarks.early_exit",
     "store": "benchmarks.store",
-    "ray": "benchmarks.ray_workers",
+    "ray": "benchmarks.ray_cluster",
     "growth": "benchmarks.growth",
     "attack": "benchmarks.attack",
 }
@@ -47,21 +48,26 @@ ON_A_GPU = ("engine", "published", "ptt", "early_exit", "attack")  # the others 
 
 def measure(name: str, options: Options) -> list[Row]:
     """The rows of one measurement."""
-    try:
-        module = importlib.import_module(MEASUREMENTS[name])
-    except ModuleNotFoundError as error:
-        raise SkippedError(f"needs {error.name}") from None
-    return module.measure(options)["rows"]
+    if options.compile:
+        # Compiled code is kept per function, and after a few versions of one torch silently stops compiling it.
+        torch.compiler.reset()
+    return importlib.import_module(MEASUREMENTS[name]).measure(options)["rows"]
 
 
-def about(name: str, options: Options, took: float) -> dict[str, Any]:
+def about(name: str, options: Options, took: float, load: float) -> dict[str, Any]:
     """Where the numbers come from."""
     command = f"python benchmarks/run.py {name} --device {options.device}"
     command += "".join(f" --{flag}" for flag in ("compile", "quick") if getattr(options, flag))
     command += " --data FOLDER" if options.data is not None else ""
-    config = {"device": options.device, "compile": options.compile, "quick": options.quick, "cifar10": options.data is not None}
+    config = {
+        "device": options.device,
+        "compile": options.compile,
+        "quick": options.quick,
+        "cifar10": options.data is not None,
+    }
     facts = manifest(command, config, took)
-    facts["hardware"]["cpu"] = _processor()
+    # Processes that wanted a core in the minute before: other people's work, if there is more of it than cores.
+    facts["hardware"] |= {"cpu": _processor(), "cores": os.cpu_count(), "load_before": round(load, 2)}
     return facts
 
 
@@ -70,13 +76,17 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
 
 
 def run(names: Sequence[str], options: Options, out: Path) -> int:
     """Measure, write one file per measurement, print one table; the number of measurements that failed."""
     rows: list[Row] = []
-    failed = 0
+    failed, load = 0, os.getloadavg()[0]
+    if load > (os.cpu_count() or 1) / 2:
+        print(f"this machine is busy (load {load:.1f} on {os.cpu_count()} cores): ratios may hold, seconds will not")
     for name in names:
         start = time.monotonic()
         try:
@@ -90,7 +100,7 @@ def run(names: Sequence[str], options: Options, out: Path) -> int:
             continue
         took = time.monotonic() - start
         path = out / f"{name}-{'cuda' if options.gpu else 'cpu'}.json"
-        write_results(path, found, about(name, options, took))
+        write_results(path, found, about(name, options, took, load))
         print(f"{name}: {took:.0f} s, {path}", flush=True)
         rows += found
     if rows:

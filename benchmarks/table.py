@@ -47,6 +47,8 @@ def _extra(row: Row) -> str:
         found.append(f"{row['noisy_images_per_second']:,.0f} noisy images/s".replace(",", " "))
     if "MB_per_second" in row:
         found.append(f"{row['MB_per_second']:.0f} MB/s")
+    if "steady_ratio" in row:
+        found.append(f"{row['steady_ratio']:.2f}x faster once started")
     if "mean_draws" in row:
         found.append(f"{row['mean_draws']:.1f} of {row['sizes']['draws']} draws")
     if "mean_set" in row:
