@@ -29,9 +29,13 @@ def _ratio(row: Row) -> str:
         low, high = row["interval"]
         return f"{row['variable']}^{row['exponent']:.2f} [{low:.2f}, {high:.2f}]"
     if "peaks" in row:
-        parts = [f"{peak / 1e9:.2f} GB at {images}" for images, peak in row["peaks"]]
+        parts = [f"{peak / 1e9:.2f} GB ({what})" for what, peak in row["peaks"]]
         if "predicted_GB" in row:
-            parts.append(f"{row['predicted_GB']:.2f} GB predicted at {row['predicted_images']}")
+            parts.append(f"{row['predicted_GB']:.2f} GB predicted")
+        if "bytes_per_image" in row:
+            parts.append(
+                f"{row['bytes_per_image'] / 1e3:.1f} kB per image, its logits {row['logits_per_image'] / 1e3:.1f} kB"
+            )
         return ", ".join(parts)
     if row["ratio"] is None:
         return ""
