@@ -72,7 +72,7 @@ def network(options: Options, classes: int = 10) -> nn.Module:
     if options.gpu and classes == 10:
         model = load_weights(model, WEIGHTS)
     model = model.eval().to(options.device)
-    return model.to(memory_format=torch.channels_last) if options.gpu else model
+    return model.to(memory_format=torch.channels_last) if options.gpu else model  # type: ignore[call-overload]
 
 
 def numerics(options: Options) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
+from scipy.special import stdtrit
 
 Work = Callable[[], object]
 Row = dict[str, Any]
@@ -133,9 +134,13 @@ def fit_exponent(sizes: Sequence[float], times: Sequence[float]) -> Exponent:
     """
     if len(sizes) != len(times) or len(set(sizes)) < 3:
         raise ValueError(f"expected at least three sizes and a time for each, got {len(sizes)} and {len(times)}")
-    fit = stats.linregress(np.log(sizes), np.log(times))
-    half = float(stats.t.ppf(0.975, len(sizes) - 2) * fit.stderr)
-    return Exponent(float(fit.slope), float(fit.slope) - half, float(fit.slope) + half)
+    x, y = np.log(sizes), np.log(times)
+    spread = ((x - x.mean()) ** 2).sum()
+    slope = float(((x - x.mean()) * y).sum() / spread)
+    residual = y - y.mean() - slope * (x - x.mean())
+    error = math.sqrt((residual**2).sum() / (len(x) - 2) / spread)
+    half = float(stdtrit(len(x) - 2, 0.975)) * error
+    return Exponent(slope, slope - half, slope + half)
 
 
 def grown(name: str, variable: str, points: Mapping[int, Sequence[float]], sizes: dict[str, Any], **more: Any) -> Row:
