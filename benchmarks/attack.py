@@ -29,7 +29,7 @@ def measure(options: Options) -> dict[str, Any]:
         for _ in range(steps):
             for at in range(0, total, per):
                 x = torch.rand(min(per, total - at), 3, 32, 32, device=device, requires_grad=True)
-                with torch.autocast(device, autocast, enabled=autocast is not None):
+                with torch.autocast(options.kind, autocast, enabled=autocast is not None):
                     out = model(x)
                 torch.autograd.grad(out.float().sum(), x)
 

@@ -22,7 +22,7 @@ def bare_forward(model: nn.Module, options: Options, rows: int, total: int) -> W
         ready = ready.contiguous(memory_format=torch.channels_last)
 
     def work() -> None:
-        cast = torch.autocast(options.device, how["autocast"]) if how["autocast"] else contextlib.nullcontext()  # type: ignore[arg-type]
+        cast = torch.autocast(options.kind, how["autocast"]) if how["autocast"] else contextlib.nullcontext()  # type: ignore[arg-type]
         with torch.inference_mode(), cast:
             for _ in range(total // rows):
                 forward(ready)

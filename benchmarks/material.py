@@ -69,7 +69,7 @@ def network(options: Options, classes: int = 10) -> nn.Module:
     """The ResNet of the paper on a GPU, a small one of its kind on a CPU; in the memory format that suits."""
     torch.manual_seed(0)
     model = CifarResNet(options.pick(8, 20, 110), classes)
-    if options.gpu and classes == 10:
+    if options.gpu and not options.quick and classes == 10:
         model = load_weights(model, WEIGHTS)
     model = model.eval().to(options.device)
     return model.to(memory_format=torch.channels_last) if options.gpu else model  # type: ignore[call-overload]

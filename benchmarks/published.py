@@ -9,6 +9,7 @@ in float64.
 from __future__ import annotations
 
 import bisect
+import copy
 import math
 import warnings
 from collections.abc import Sequence
@@ -100,7 +101,8 @@ class Published:
 
 
 def rendered(model: nn.Module, ours: FourScores, device: str = "cpu") -> Published:
-    """The pipeline with the holdout that our statistics were fitted on."""
+    """The pipeline with the holdout that our statistics were fitted on, and the network in torch's usual memory format."""
+    model = copy.deepcopy(model).to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     return Published(model, {"HPS": ours.hps.holdout.tolist(), "APS": ours.aps.holdout.tolist()}, device)
 
 

@@ -19,7 +19,7 @@ def measure(options: Options) -> dict[str, Any]:
     ray_workers = importlib.import_module("benchmarks.ray_workers")
     threads, quick = torch.get_num_threads(), {"depth": 8, "images": 4, "draws": 4}
     try:  # it computes with one thread per process
-        found = ray_workers.measure(device="cuda" if options.gpu else "cpu", **(quick if options.quick else {}))
+        found = ray_workers.measure(device=options.kind, **(quick if options.quick else {}))
     finally:
         torch.set_num_threads(threads)
     runs, sizes = found["runs"], {name: found[name] for name in ("images", "draws", "depth", "cores")}

@@ -99,7 +99,7 @@ def run(names: Sequence[str], options: Options, out: Path) -> int:
             failed += 1
             continue
         took = time.monotonic() - start
-        path = out / f"{name}-{'cuda' if options.gpu else 'cpu'}.json"
+        path = out / f"{name}-{options.kind}.json"
         write_results(path, found, about(name, options, took, load))
         print(f"{name}: {took:.0f} s, {path}", flush=True)
         rows += found

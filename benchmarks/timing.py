@@ -39,8 +39,13 @@ class Options:
     data: Path | None = None
 
     @property
+    def kind(self) -> str:
+        """``cpu`` or ``cuda``, whichever of them."""
+        return torch.device(self.device).type
+
+    @property
     def gpu(self) -> bool:
-        return self.device.startswith("cuda")
+        return self.kind == "cuda"
 
     def pick(self, quick: Any, cpu: Any, gpu: Any = None) -> Any:
         """A size that suits the machine."""

@@ -288,7 +288,7 @@ def reproduced_figures() -> dict[Path, str]:
 def hardware(manifest: dict[str, Any]) -> str:
     """One measurement's machine, versions, date and commit."""
     where, versions = manifest["hardware"], manifest["versions"]
-    machine = where["gpu"] if manifest["config"]["device"] == "cuda" else where.get("cpu", where["machine"])
+    machine = where["gpu"] if manifest["config"]["device"] != "cpu" else where.get("cpu", where["machine"])
     commit = f", commit {manifest['commit'][:12]}" if manifest["commit"] else ""
     return f"{machine}, {where['threads']} threads, torch {versions['torch']}, {manifest['date']}{commit}"
 
