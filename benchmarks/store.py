@@ -21,7 +21,7 @@ from holdfast.store import LogitStore, StoreKey
 
 
 def measure(options: Options) -> dict[str, Any]:
-    n, draws, classes = options.pick((128, 16, 10), (4096, 256, 100))
+    n, draws, classes = options.pick((128, 16, 10), (2048, 256, 100))
     logits, labels = logits_like_a_network(n, draws, classes)
     half = logits.half()
     del logits
