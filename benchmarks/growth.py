@@ -55,10 +55,10 @@ def _engine(n: int, draws: int, classes: int) -> Callable[[], object]:
 
 
 def _time(options: Options) -> list[Row]:
-    middle = options.pick({"n": 64, "N": 16, "K": 16}, {"n": 1024, "N": 64, "K": 64})
+    middle = options.pick({"n": 64, "N": 16, "K": 16}, {"n": 512, "N": 32, "K": 64})
     ranges: dict[str, Iterable[int]] = {
-        "n": options.pick((32, 64, 128), (512, 1024, 2048, 4096, 8192)),
-        "N": options.pick((8, 16, 32), (32, 64, 128, 256, 512)),
+        "n": options.pick((32, 64, 128), (256, 512, 1024, 2048, 4096)),
+        "N": options.pick((8, 16, 32), (16, 32, 64, 128, 256)),
         "K": options.pick((16, 32, 64), (64, 128, 256, 512, 1024)),
     }
     most = {"n": 1.1, "N": 1.1, "K": K_LOG_K + 0.06}

@@ -125,7 +125,7 @@ def _predictor(options: Options, engine: Smoother, draws: int, **more: Any) -> t
 
     Counts are multiples of a batch: a compiled network sees one shape.
     """
-    held, points, many = options.pick((16, 32, 8), (128, 256, 64), (512, 4096, 4096))
+    held, points, many = options.pick((16, 32, 8), (64, 128, 64), (512, 4096, 4096))
     images, labels, source = cifar10(options, held + points + many)
     if options.data is None:  # the network's own opinion: a predictor needs labels that it can predict
         with torch.inference_mode():
@@ -176,7 +176,7 @@ def measure(options: Options) -> dict[str, Any]:
         for at in range(0, few, best):
             pipeline.statistics(logits[at : at + best].reshape(-1, logits.shape[2]), u[at : at + best], draws)
 
-    predictor, test, truth, source = _predictor(options, engine, 16, calibration_draws=options.pick(16, 64))
+    predictor, test, truth, source = _predictor(options, engine, 16, calibration_draws=options.pick(16, 16, 64))
     times = in_turn(
         {
             "ours": lambda: engine.reduce(data, draws, stream, ours),
