@@ -290,7 +290,9 @@ def hardware(manifest: dict[str, Any]) -> str:
     where, versions = manifest["hardware"], manifest["versions"]
     machine = where["gpu"] if manifest["config"]["device"] != "cpu" else where.get("cpu", where["machine"])
     commit = f", commit {manifest['commit'][:12]}" if manifest["commit"] else ""
-    return f"{machine}, {where['threads']} threads, torch {versions['torch']}, {manifest['date']}{commit}"
+    load = where.get("load_before", 0.0)
+    busy = f", busy with other work (load {load:g}): ratios, not seconds" if load > where.get("cores", 1) / 2 else ""
+    return f"{machine}, {where['threads']} threads, torch {versions['torch']}, {manifest['date']}{commit}{busy}"
 
 
 def speed_results() -> str:
