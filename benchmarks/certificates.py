@@ -39,9 +39,7 @@ def measure(options: Options) -> dict[str, Any]:
         work(2)
         points = {n: [seconds(partial(work, n)) for _ in range(options.pick(1, 3))] for n in every}
         rows += [
-            alone(f"{name}, N = {n}", points[n], {"draws": n})
-            for n in every
-            if options.quick or n in (1, 16, 64, 256)
+            alone(f"{name}, N = {n}", points[n], {"draws": n}) for n in every if options.quick or n in (1, 16, 64, 256)
         ]
         rows.append(grown(f"{name}, growth with draws", "draws", points, {}))
     return {"rows": rows}
