@@ -4,6 +4,8 @@
 #   make test      the tests (a few minutes on two cores)
 #   make load-test the HTTP service under load: rows in out/load/ (about two minutes)
 #   make ray-test  the HTTP service and the smoothing engine on a local Ray cluster (installs Ray)
+#   make bench     speed and memory on this CPU beside what they are compared with: results/benchmarks/ (some minutes);
+#                  BENCH="engine ptt --quick" passes names and options; bench-gpu measures networks on a GPU
 #   make browser-test  the pages in Chromium (installs Playwright; Chromium comes from the system)
 #
 # PyPI's torch for Linux brings several gigabytes of CUDA. For the CPU build, point pip at its index:
@@ -12,12 +14,13 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 OUT ?= demo
+BENCH ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test load-test ray-test browser-test lint types docs docs-check bench clean
+.PHONY: demo test load-test ray-test browser-test lint types docs docs-check bench bench-gpu clean
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -c 'import sys; sys.exit("holdfast needs Python 3.11 or newer, found " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -55,8 +58,12 @@ docs: $(VENV)/.ready-demo
 docs-check: $(VENV)/.ready-demo
 	$(BIN)/python docs/generate.py --check
 
-bench: $(VENV)/.ready-demo
-	$(BIN)/python benchmarks/attack.py --depth 20 --images 8 --draws 8 --steps 10 --out out/benchmarks/attack.json
+bench: $(VENV)/.ready-bench
+	$(BIN)/python benchmarks/run.py $(BENCH)
+
+# On a machine whose Python has torch with CUDA, numpy, scipy, safetensors and jaxtyping; nothing is installed.
+bench-gpu:
+	PYTHONPATH=src $(PYTHON) benchmarks/run.py --device cuda --compile $(BENCH)
 
 clean:
 	rm -rf $(VENV) build dist out demo .pytest_cache .ruff_cache .hypothesis

@@ -20,6 +20,7 @@ CLI = ROOT / "docs" / "cli.md"
 REPRODUCING = ROOT / "docs" / "reproducing.md"
 FIGURES = ("motivation", "temperature", "inverse-cdf", "densities", "overhead", "draws-cifar100")
 TRAINING = ROOT / "docs" / "training.md"
+SPEED = ROOT / "docs" / "speed.md"
 ATTACKS = ("attack-cifar10.json", "attack-cifar10-margin-rscp.json", "attack-cifar10-margin-exact.json")
 
 
@@ -284,6 +285,37 @@ def reproduced_figures() -> dict[Path, str]:
     return drawn
 
 
+def hardware(manifest: dict[str, Any]) -> str:
+    """One measurement's machine, versions, date and commit."""
+    where, versions = manifest["hardware"], manifest["versions"]
+    machine = where["gpu"] if manifest["config"]["device"] != "cpu" else where.get("cpu", where["machine"])
+    commit = f", commit {manifest['commit'][:12]}" if manifest["commit"] else ""
+    load = where.get("load_before", 0.0)
+    busy = f", busy with other work (load {load:g}): ratios, not seconds" if load > where.get("cores", 1) / 2 else ""
+    return f"{machine}, {where['threads']} threads, torch {versions['torch']}, {manifest['date']}{commit}{busy}"
+
+
+def speed_results() -> str:
+    """Every measurement in results/benchmarks, those on a GPU first; absent ones leave nothing behind."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.run import MEASUREMENTS
+    from benchmarks.table import as_markdown
+
+    parts: list[str] = []
+    for device, title in (("cuda", "On a GPU"), ("cpu", "On a CPU")):
+        paths = [(name, ROOT / "results" / "benchmarks" / f"{name}-{device}.json") for name in MEASUREMENTS]
+        found = {name: json.loads(path.read_text()) for name, path in paths if path.is_file()}
+        if not found:
+            continue
+        machines: dict[str, list[str]] = {}
+        for name, content in found.items():
+            machines.setdefault(hardware(content["manifest"]), []).append(name)
+        parts += [f"### {title}", ""]
+        parts += [f"- {', '.join(f'`{name}`' for name in names)}: {machine}." for machine, names in machines.items()]
+        parts += ["", as_markdown([row for content in found.values() for row in content["rows"]]), ""]
+    return "\n".join(parts).rstrip()
+
+
 def with_section(text: str, name: str, body: str, page: str = README.name) -> str:
     """Replace what stands between two markers."""
     pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(\n<!-- end {name} -->)", re.DOTALL)
@@ -299,6 +331,7 @@ def main() -> None:
         README: with_section(README.read_text(), "attack table", attack_table()),
         TRAINING: training_page(TRAINING.read_text()),
         REPRODUCING: with_section(REPRODUCING.read_text(), "results", reproduced_tables(), REPRODUCING.name),
+        SPEED: with_section(SPEED.read_text(), "results", speed_results(), SPEED.name),
         CLI: cli_reference(),
     }
     for path, text in wanted.items():

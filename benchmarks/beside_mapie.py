@@ -1,0 +1,106 @@
+"""Plain split conformal prediction from stored probabilities, beside MAPIE.
+
+Timed on both sides: from probabilities of calibration and test points in memory to the boolean sets of the test points.
+MAPIE is given a stand-in classifier that hands out the stored probabilities, so no model runs there; it also validates its
+inputs and returns point predictions. Two ways of holdfast: its split rule applied to the probabilities, and the whole way
+through ``calibrate`` and ``predict``, which is made for networks under noise and checks images, range and logits on the way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.material import ALPHA
+from benchmarks.timing import Options, SkippedError, beside, goal, in_turn
+from holdfast import calibrate, conformal_quantile
+from holdfast.draws import Draws
+from holdfast.methods import Setting, SplitCP
+
+
+def split_sets(calibration: Tensor, labels: Tensor, test: Tensor) -> Tensor:
+    """Sets from probabilities: conformal quantile and comparison. -p has the order of 1 - p and is not rounded."""
+    n, classes = calibration.shape
+    rule = SplitCP.fit(Setting(ALPHA, 0.0, 0.0, 1, n, classes))
+    own = Draws(-calibration[torch.arange(n), labels, None])
+    return rule.decide(Draws(-test[..., None]), rule.threshold(rule.calibration_statistic(own)))
+
+
+def predictor_sets(calibration: Tensor, labels: Tensor, test: Tensor) -> Tensor:
+    """The same through the public interface; the "network" is the logarithm."""
+    predictor = calibrate(
+        torch.log, (calibration, labels), epsilon=0.0, sigma=0.0, alpha=ALPHA, method="cp", draws=1, progress=False
+    )
+    return predictor.predict(test).mask
+
+
+def mapie_sets(calibration: np.ndarray, labels: np.ndarray, test: np.ndarray) -> np.ndarray:
+    """MAPIE's least ambiguous classifier, which has the same score."""
+    try:
+        from mapie.classification import SplitConformalClassifier
+        from sklearn.base import BaseEstimator, ClassifierMixin
+    except ImportError:
+        raise SkippedError("needs MAPIE: pip install 'holdfast[bench]'") from None
+
+    class StandIn(ClassifierMixin, BaseEstimator):
+        """Its input already holds the probabilities."""
+
+        def __init__(self) -> None:
+            self.classes_ = np.arange(test.shape[1])
+
+        def fit(self, *_: Any) -> StandIn:
+            return self
+
+        def predict_proba(self, probabilities: np.ndarray) -> np.ndarray:
+            return probabilities
+
+        def predict(self, probabilities: np.ndarray) -> np.ndarray:
+            return probabilities.argmax(axis=1)
+
+    classifier = SplitConformalClassifier(StandIn(), confidence_level=1 - ALPHA, conformity_score="lac", prefit=True)
+    return classifier.conformalize(calibration, labels).predict_set(test)[1][:, :, 0]
+
+
+def probabilities_like_a_network(n: int, classes: int) -> tuple[Tensor, Tensor]:
+    """Softmax outputs [n, classes] and labels."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(classes, (n,), generator=generator)
+    labels[:classes] = torch.arange(min(n, classes))  # every class is there: MAPIE warns otherwise
+    logits = torch.randn(n, classes, generator=generator)
+    logits[torch.arange(n), labels] += 4 + 2 * torch.randn(n, generator=generator)
+    return logits.softmax(dim=1), labels
+
+
+def measure(options: Options) -> dict[str, Any]:
+    n, classes = options.pick((400, 20), (20_000, 1000))
+    probabilities, labels = probabilities_like_a_network(n, classes)
+    (calibration, test), known = probabilities.split(n // 2), labels[: n // 2]
+    arrays = calibration.numpy(), known.numpy(), test.numpy()
+    theirs = torch.from_numpy(mapie_sets(*arrays))
+    # MAPIE rounds 1 - p to float32 and allows 1e-8: labels that close to the threshold may fall on either side.
+    threshold = -conformal_quantile(-calibration[torch.arange(len(known)), known], ALPHA)
+    clear = (test - threshold).abs() > 1e-7
+    different = {
+        name: int(((sets(calibration, known, test) != theirs) & clear).sum())
+        for name, sets in (("rule", split_sets), ("predictor", predictor_sets))
+    }
+    times = in_turn(
+        {
+            "rule": lambda: split_sets(calibration, known, test),
+            "predictor": lambda: predictor_sets(calibration, known, test),
+            "mapie": lambda: mapie_sets(*arrays),
+        },
+        options.repeats,
+        warm_up=2,
+    )
+    from mapie import __version__
+
+    name, sizes = f"MAPIE {__version__}", {"calibration": n // 2, "test": n - n // 2, "classes": classes}
+    rows = [
+        beside(f"split CP, {what}", times[key], name, times["mapie"], sizes, labels_decided_otherwise=different[key])
+        for key, what in (("rule", "the rule on probabilities"), ("predictor", "calibrate and predict"))
+    ]
+    return {"rows": rows if options.quick else [goal(row, at_most=1) for row in rows]}
