@@ -616,7 +616,7 @@ def test_every_part_of_a_key_makes_another_store() -> None:
 
 
 def test_keys_follow_from_what_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda model: model)  # only whether it was asked for matters here
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)  # only whether it was asked for matters here
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3), nn.ReLU())
     run = Smoother(model, SIGMA)
     key = StoreKey.of(run, DATA, 0)
