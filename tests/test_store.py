@@ -195,7 +195,9 @@ def test_without_noise_every_draw_is_the_same(tmp_path: Path) -> None:
 def test_logits_beyond_float16_are_refused_not_clamped(tmp_path: Path) -> None:
     run = smoother(Pixels(2e5))
     store = LogitStore.open(tmp_path, StoreKey.of(run, DATA, 0), **GRID)
-    with pytest.raises(InputError, match=r"a logit of image \d, draw \d is .*, beyond the 65504 that float16 can hold"):
+    with pytest.raises(
+        InputError, match=r"a logit of image \d+, draw \d is .*, beyond the 65504 that float16 can hold"
+    ):
         store.fill(run, DATA, 4)
     assert store.entries == {}
     for value, fits in ((65504.0, True), (65505.0, False), (-65504.0, True), (float("nan"), False)):
