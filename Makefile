@@ -4,6 +4,8 @@
 #   make test      the tests (a few minutes on two cores)
 #   make load-test the HTTP service under load: rows in out/load/ (about two minutes)
 #   make ray-test  the HTTP service and the smoothing engine on a local Ray cluster (installs Ray)
+#   make site      the documentation as a folder of pages, out/site, that opens without a server
+#   make hugging-face-test  the Hugging Face adapter, its guide and its example (installs transformers)
 #   make browser-test  the pages in Chromium (installs Playwright; Chromium comes from the system)
 #
 # PyPI's torch for Linux brings several gigabytes of CUDA. For the CPU build, point pip at its index:
@@ -17,7 +19,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test load-test ray-test browser-test lint types docs docs-check bench clean
+.PHONY: demo test load-test ray-test hugging-face-test browser-test lint types docs docs-check site bench clean
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -c 'import sys; sys.exit("holdfast needs Python 3.11 or newer, found " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -39,6 +41,9 @@ load-test: $(VENV)/.ready-test
 ray-test: $(VENV)/.ready-test $(VENV)/.ready-serve-ray
 	$(BIN)/python -m pytest -q -m ray tests
 
+hugging-face-test: $(VENV)/.ready-test $(VENV)/.ready-hugging-face
+	$(BIN)/python -m pytest -q -k "hugging_face or hugging-face" tests
+
 browser-test: $(VENV)/.ready-browser
 	$(BIN)/python -m pytest -q -m browser tests
 
@@ -49,11 +54,16 @@ lint: $(VENV)/.ready-lint
 types: $(VENV)/.ready-test $(VENV)/.ready-lint
 	$(BIN)/pyright
 
-docs: $(VENV)/.ready-demo
+docs: $(VENV)/.ready-docs
 	$(BIN)/python docs/generate.py
 
-docs-check: $(VENV)/.ready-demo
+# --strict: a warning, a dead link or a dead anchor fails the build. The variable silences an advertisement.
+site: $(VENV)/.ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict --site-dir out/site
+
+docs-check: $(VENV)/.ready-docs
 	$(BIN)/python docs/generate.py --check
+	$(MAKE) --no-print-directory site
 
 bench: $(VENV)/.ready-demo
 	$(BIN)/python benchmarks/attack.py --depth 20 --images 8 --draws 8 --steps 10 --out out/benchmarks/attack.json

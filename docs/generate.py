@@ -295,7 +295,10 @@ def with_section(text: str, name: str, body: str, page: str = README.name) -> st
 def main() -> None:
     check = "--check" in sys.argv[1:]
     stale = []
+    from tools.reference import reference
+
     wanted = {
+        **{ROOT / "docs" / "api" / name: text for name, text in reference().items()},
         README: with_section(README.read_text(), "attack table", attack_table()),
         TRAINING: training_page(TRAINING.read_text()),
         REPRODUCING: with_section(REPRODUCING.read_text(), "results", reproduced_tables(), REPRODUCING.name),
@@ -305,6 +308,7 @@ def main() -> None:
         if not path.exists() or path.read_text() != text:
             stale.append(path.relative_to(ROOT))
             if not check:
+                path.parent.mkdir(exist_ok=True)
                 path.write_text(text)
     # Fonts differ between machines: a figure is current when it was drawn from these rows.
     for path, drawn in {FIGURE: figure(), **reproduced_figures()}.items():
