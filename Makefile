@@ -57,9 +57,10 @@ types: $(VENV)/.ready-test $(VENV)/.ready-lint
 docs: $(VENV)/.ready-docs
 	$(BIN)/python docs/generate.py
 
-# --strict: a warning, a dead link or a dead anchor fails the build. The variable silences an advertisement.
+# --strict: a warning, a dead link or a dead anchor fails the build (never with --quiet, which hides warnings from --strict too). The
+# variable silences an advertisement.
 site: $(VENV)/.ready-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict --site-dir out/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir out/site
 
 docs-check: $(VENV)/.ready-docs
 	$(BIN)/python docs/generate.py --check

@@ -47,3 +47,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     return inside(markdown)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """The theme's search dialog has no name for those who hear the page instead of seeing it."""
+    return output.replace('data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"')
