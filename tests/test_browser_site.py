@@ -125,7 +125,7 @@ def test_pages_fit_and_stay_at_home(site: Path, watched: Any, width: int) -> Non
 def test_everybody_can_read_them(site: Path, watched: Any, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     watched.page.emulate_media(color_scheme=scheme)
-    for page in ("index", "methods", "hugging-face", "cli", "api/holdfast", "api/bounds", "examples"):
+    for page in ("index", "methods", "hugging-face", "cli", "api/holdfast", "api/bounds", "examples", "training"):
         watched.page.goto((site / f"{page}.html").as_uri())
         found = [v for v in axe.run(watched.page).response["violations"] if v["impact"] in ("serious", "critical")]
         assert [(v["id"], v["nodes"][0]["html"], v["nodes"][0].get("failureSummary")) for v in found] == [], page

@@ -37,7 +37,7 @@ def formula(tex: str) -> str:
 
     Example:
         >>> formula(r"\alpha' = \sup\{a : H(a) \le \alpha\}, N_{cal}")
-        '<span class="maths">α\\' = sup{a : H(a) ≤ α}, N<sub>cal</sub></span>'
+        '<span class="maths">α\' = sup{a : H(a) ≤ α}, N<sub>cal</sub></span>'
     """
     text = html.escape(" ".join(tex.split()), quote=False)
     text = re.sub(r"\\(?:mathrm|operatorname)\{(\w+)\}", r"\1", text)
