@@ -147,7 +147,9 @@ def dead_links(page: Path) -> list[str]:
             continue
         name, _, anchor = target.partition("#")
         other = (page.parent / name).resolve() if name else page
-        if not other.exists() or (anchor and other.suffix == ".md" and anchor not in anchors(other.read_text(encoding="utf-8"))):
+        if not other.exists() or (
+            anchor and other.suffix == ".md" and anchor not in anchors(other.read_text(encoding="utf-8"))
+        ):
             dead.append(target)
     return dead
 

@@ -45,7 +45,9 @@ def skip_without(what: str) -> None:
 # -- what runs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(fence.runs for fence in documents.fences(text_of(page)))])
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(fence.runs for fence in documents.fences(text_of(page)))]
+)
 def test_every_python_block_of_a_page_runs(page: str) -> None:
     """Blocks of one page run in order, in one process, as a reader would paste them; every print prints."""
     skip_without(page)
@@ -102,7 +104,9 @@ def test_no_internal_link_is_dead(page: str) -> None:
 def documented() -> set[str]:
     """Names in the Python reference: described there, or said to be another name of something described."""
     pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
-    return set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE)) | set(re.findall(r"^- \[?`(holdfast\.\S+)`", pages, re.MULTILINE))
+    return set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE)) | set(
+        re.findall(r"^- \[?`(holdfast\.\S+)`", pages, re.MULTILINE)
+    )
 
 
 def public() -> set[str]:
@@ -213,8 +217,17 @@ def test_a_missing_target_is_found() -> None:
 
 
 def test_dead_links_and_anchors_are_found(tmp_path: Path) -> None:
-    (tmp_path / "other.md").write_text("# Title\n\n## A `code` heading, σ & more\n\n## Twice\n\n## Twice\n\n::: holdfast.calibrate\n")
-    good = ["other.md", "other.md#title", "other.md#a-code-heading-σ--more", "other.md#twice-1", "other.md#holdfast.calibrate", "#here"]
+    (tmp_path / "other.md").write_text(
+        "# Title\n\n## A `code` heading, σ & more\n\n## Twice\n\n## Twice\n\n::: holdfast.calibrate\n"
+    )
+    good = [
+        "other.md",
+        "other.md#title",
+        "other.md#a-code-heading-σ--more",
+        "other.md#twice-1",
+        "other.md#holdfast.calibrate",
+        "#here",
+    ]
     bad = ["another.md", "other.md#tittle", "other.md#twice-2", "missing.svg", "#there"]
     page = tmp_path / "page.md"
     page.write_text("# Here\n\n" + "\n".join(f"[x]({target}) [web](https://example.org/x#y)" for target in good + bad))
@@ -229,7 +242,9 @@ def test_hidden_lists_are_found() -> None:
 
 
 def test_undocumented_names_are_found() -> None:
-    assert documents.imported_names("from holdfast.noise import Stream\nimport torch\nfrom torch import nn") == {"holdfast.noise.Stream"}
+    assert documents.imported_names("from holdfast.noise import Stream\nimport torch\nfrom torch import nn") == {
+        "holdfast.noise.Stream"
+    }
     assert documents.undocumented({"holdfast.noise.Stream"}, {"holdfast.Stream"}) == []
     assert documents.undocumented({"holdfast.load"}, {"holdfast.Stream"}) == ["holdfast.load"]
 

@@ -28,7 +28,9 @@ INNER = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # braces, with at most one pair inside
 
 def symbol(command: str) -> str:
     if command not in SYMBOLS:
-        raise ValueError(f"a docstring uses \\{command}, which docs/tools/docstrings.py does not know; add it to SYMBOLS")
+        raise ValueError(
+            f"a docstring uses \\{command}, which docs/tools/docstrings.py does not know; add it to SYMBOLS"
+        )
     return SYMBOLS[command]
 
 

@@ -14,7 +14,11 @@ OUTSIDE = re.compile(r"\[([^\]\n]+)\]\((\.\./[^)\s]+)\)")
 
 def examples_page() -> str:
     """Every file of examples/ on one page, under its own name."""
-    parts = ["# Examples", "", "Every file of `examples/` in the repository. Each one runs as it stands, and the tests run them all."]
+    parts = [
+        "# Examples",
+        "",
+        "Every file of `examples/` in the repository. Each one runs as it stands, and the tests run them all.",
+    ]
     for path in sorted((ROOT / "examples").glob("*.py")):
         source = path.read_text(encoding="utf-8").rstrip()
         parts += ["", f"## {path.name}", "", "```python", source, "```"]
@@ -51,4 +55,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def on_post_page(output: str, **_: Any) -> str:
     """The theme's search dialog has no name for those who hear the page instead of seeing it."""
-    return output.replace('data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"')
+    return output.replace(
+        'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
+    )

@@ -19,7 +19,9 @@ def draw() -> Any:
     x = np.linspace(-3.2, 4.2, 400)
     ordinary = norm.ppf(1 - ALPHA)
     figure, axes = plt.subplots(1, 2, figsize=(8.4, 2.9), sharey=True)
-    for axis, line, title in zip(axes, (ordinary, ordinary + R), ("ordinary threshold", "robust threshold"), strict=True):
+    for axis, line, title in zip(
+        axes, (ordinary, ordinary + R), ("ordinary threshold", "robust threshold"), strict=True
+    ):
         for shift, colour, name in ((0.0, CLEAN, "clean"), (R, ATTACKED, "attacked")):
             density = norm.pdf(x - shift)
             axis.plot(x, density, color=colour, label=f"{name}: {norm.cdf(line - shift):.1%} covered")

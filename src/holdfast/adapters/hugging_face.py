@@ -81,7 +81,12 @@ def from_hugging_face(
         mean, std = _normalisation(preprocessor, folder)
     try:
         model, report = AutoModelForImageClassification.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -91,7 +96,9 @@ def from_hugging_face(
         raise InputError(
             f"{folder} lacks weights of the classifier ({missing} ...): transformers would fill them at random; fine-tune it first"
         )
-    classifier = HuggingFaceClassifier(model, Normalize(tuple(mean), tuple(std)), _image_size(model.config, preprocessor)).eval()
+    classifier = HuggingFaceClassifier(
+        model, Normalize(tuple(mean), tuple(std)), _image_size(model.config, preprocessor)
+    ).eval()
     return classifier.to(device) if device else classifier
 
 
@@ -110,16 +117,19 @@ def _preprocessor(folder: Path) -> dict[str, Any]:
 
 def _normalisation(preprocessor: dict[str, Any], folder: Path) -> tuple[list[float], list[float]]:
     """Mean and deviation for pixels in [0, 1], where the preprocessor means 8-bit ones that it rescales first."""
-    mean, std = preprocessor.get("image_mean"), preprocessor.get("image_std")
-    if not preprocessor or (preprocessor.get("do_normalize", True) and (mean is None or std is None)):
-        raise InputError(
-            f"{folder} does not say how to normalise images (image_mean and image_std in preprocessor_config.json); give mean= and std="
-        )
     if preprocessor.get("rescale_offset"):
-        raise InputError(f"the preprocessor in {folder} shifts pixels (rescale_offset); give mean= and std= for images in [0, 1]")
-    scale = 255 * float(preprocessor.get("rescale_factor", 1 / 255)) if preprocessor.get("do_rescale", True) else 255.0
-    if not preprocessor.get("do_normalize", True):
+        raise InputError(
+            f"the preprocessor in {folder} shifts pixels (rescale_offset); give mean= and std= for images in [0, 1]"
+        )
+    mean, std = preprocessor.get("image_mean"), preprocessor.get("image_std")
+    if preprocessor and not preprocessor.get("do_normalize", True):
         mean, std = [0.0] * 3, [1.0] * 3
+    if mean is None or std is None:
+        raise InputError(
+            f"{folder} does not say how to normalise images (image_mean and image_std in preprocessor_config.json); give "
+            "mean= and std="
+        )
+    scale = 255 * float(preprocessor.get("rescale_factor", 1 / 255)) if preprocessor.get("do_rescale", True) else 255.0
     return [m / scale for m in mean], [s / scale for s in std]
 
 
