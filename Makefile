@@ -6,6 +6,8 @@
 #   make ray-test  the HTTP service and the smoothing engine on a local Ray cluster (installs Ray)
 #   make bench     speed and memory on this CPU beside what they are compared with: results/benchmarks/ (some minutes);
 #                  BENCH="engine ptt --quick" passes names and options; bench-gpu measures networks on a GPU
+#   make site      the documentation as a folder of pages, out/site, that opens without a server
+#   make hugging-face-test  the Hugging Face adapter, its guide and its example (installs transformers)
 #   make browser-test  the pages in Chromium (installs Playwright; Chromium comes from the system)
 #
 # PyPI's torch for Linux brings several gigabytes of CUDA. For the CPU build, point pip at its index:
@@ -20,7 +22,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test load-test ray-test browser-test lint types docs docs-check bench bench-gpu clean
+.PHONY: demo test load-test ray-test hugging-face-test browser-test lint types docs docs-check site bench bench-gpu clean
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -c 'import sys; sys.exit("holdfast needs Python 3.11 or newer, found " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -42,6 +44,9 @@ load-test: $(VENV)/.ready-test
 ray-test: $(VENV)/.ready-test $(VENV)/.ready-serve-ray
 	$(BIN)/python -m pytest -q -m ray tests
 
+hugging-face-test: $(VENV)/.ready-test $(VENV)/.ready-hugging-face
+	$(BIN)/python -m pytest -q -k "hugging_face or hugging-face" tests
+
 browser-test: $(VENV)/.ready-browser
 	$(BIN)/python -m pytest -q -m browser tests
 
@@ -52,11 +57,17 @@ lint: $(VENV)/.ready-lint
 types: $(VENV)/.ready-test $(VENV)/.ready-lint
 	$(BIN)/pyright
 
-docs: $(VENV)/.ready-demo
+docs: $(VENV)/.ready-docs
 	$(BIN)/python docs/generate.py
 
-docs-check: $(VENV)/.ready-demo
+# --strict: a warning, a dead link or a dead anchor fails the build (never with --quiet, which hides warnings from --strict too). The
+# variable silences an advertisement.
+site: $(VENV)/.ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir out/site
+
+docs-check: $(VENV)/.ready-docs
 	$(BIN)/python docs/generate.py --check
+	$(MAKE) --no-print-directory site
 
 bench: $(VENV)/.ready-bench
 	$(BIN)/python benchmarks/run.py $(BENCH)

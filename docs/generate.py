@@ -16,9 +16,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 FIGURE = ROOT / "docs" / "figures" / "attack-cifar10.svg"
+INDEX = ROOT / "docs" / "index.md"
+WHY = ROOT / "docs" / "figures" / "why.svg"
 CLI = ROOT / "docs" / "cli.md"
 REPRODUCING = ROOT / "docs" / "reproducing.md"
 FIGURES = ("motivation", "temperature", "inverse-cdf", "densities", "overhead", "draws-cifar100")
+CHOOSING = ROOT / "docs" / "methods.md"
 TRAINING = ROOT / "docs" / "training.md"
 SPEED = ROOT / "docs" / "speed.md"
 ATTACKS = ("attack-cifar10.json", "attack-cifar10-margin-rscp.json", "attack-cifar10-margin-exact.json")
@@ -316,6 +319,35 @@ def speed_results() -> str:
     return "\n".join(parts).rstrip()
 
 
+def choosing_page(text: str) -> str:
+    from tools import choosing
+
+    for name, body in choosing.sections(ROOT / "results", size).items():
+        text = with_section(text, name, body, CHOOSING.name)
+    return text
+
+
+def collapse() -> str:
+    """What an attack does to a promise that was made for clean images."""
+    row = next(row for row in attack_rows() if row["name"] == "vanilla CP HPS")
+    clean, hit = row["coverage"], row["attacked_coverage"]
+    return (
+        f"On CIFAR-10, ordinary conformal sets that cover {clean['mean']:.1%} of clean images cover {hit['mean']:.1%} "
+        f"[{hit['low']:.1%}, {hit['high']:.1%}] of the same images attacked within a radius of {row['epsilon']:g}. They promised 90 %, "
+        "for images that nobody touched."
+    )
+
+
+def why_figure() -> str:
+    """The figure of the first page, beginning with the digest of its parameters."""
+    from tools import why
+
+    from holdfast import plots
+
+    digest = hashlib.sha256(json.dumps([why.ALPHA, why.R]).encode()).hexdigest()
+    return f"<!-- rows {digest} -->\n" + plots.svg(why.draw()) + "\n"
+
+
 def with_section(text: str, name: str, body: str, page: str = README.name) -> str:
     """Replace what stands between two markers."""
     pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(\n<!-- end {name} -->)", re.DOTALL)
@@ -327,8 +359,13 @@ def with_section(text: str, name: str, body: str, page: str = README.name) -> st
 def main() -> None:
     check = "--check" in sys.argv[1:]
     stale = []
+    from tools.reference import reference
+
     wanted = {
+        **{ROOT / "docs" / "api" / name: text for name, text in reference().items()},
         README: with_section(README.read_text(), "attack table", attack_table()),
+        INDEX: with_section(INDEX.read_text(), "collapse", collapse(), INDEX.name),
+        CHOOSING: choosing_page(CHOOSING.read_text()),
         TRAINING: training_page(TRAINING.read_text()),
         REPRODUCING: with_section(REPRODUCING.read_text(), "results", reproduced_tables(), REPRODUCING.name),
         SPEED: with_section(SPEED.read_text(), "results", speed_results(), SPEED.name),
@@ -338,9 +375,10 @@ def main() -> None:
         if not path.exists() or path.read_text() != text:
             stale.append(path.relative_to(ROOT))
             if not check:
+                path.parent.mkdir(exist_ok=True)
                 path.write_text(text)
     # Fonts differ between machines: a figure is current when it was drawn from these rows.
-    for path, drawn in {FIGURE: figure(), **reproduced_figures()}.items():
+    for path, drawn in {WHY: why_figure(), FIGURE: figure(), **reproduced_figures()}.items():
         if not path.exists() or path.read_text().splitlines()[0] != drawn.splitlines()[0]:
             stale.append(path.relative_to(ROOT))
             if not check:

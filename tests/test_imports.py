@@ -29,7 +29,7 @@ ORDER = (
 EXCEPTIONS = {("predictor", "artifact")}  # Predictor.save, inside the function
 HEAVY = (
     "sklearn", "PIL", "matplotlib", "typer", "rich", "jinja2", "pandas", "torchvision", "scipy.stats", "scipy.optimize",
-    "onnx", "onnxruntime", "triton", "ray",
+    "onnx", "onnxruntime", "triton", "ray", "transformers",
 )  # fmt: skip
 
 

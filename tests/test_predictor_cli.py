@@ -271,7 +271,7 @@ def test_class_names_from_a_list_a_file_or_the_data(
     ("changes", "match"),
     [
         (["--model", "small-cnn"], "small-cnn needs --weights FILE"),
-        (["--model", "magic"], "an .onnx or .pt2 file or package.module:function, got 'magic'"),
+        (["--model", "magic"], "a Hugging Face folder or package.module:function, got 'magic'"),
         (["--model", "model.h5"], "got 'model.h5'"),
         (["--model", "model.pth"], "weights alone are no model"),
         (["--model", "model.safetensors"], "weights alone are no model"),

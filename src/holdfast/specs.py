@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from holdfast.adapters import ExportedClassifier, OnnxClassifier, from_predict_proba
+from holdfast.adapters import ExportedClassifier, OnnxClassifier, from_hugging_face, from_predict_proba
 from holdfast.artifact import load, read
 from holdfast.datasets import Labelled, cifar, digits, idx, image_folder
 from holdfast.errors import InputError
@@ -41,7 +41,7 @@ def load_model(
     device: str | None = None,
     output: str = "logits",
 ) -> Classifier:
-    """A model by name, an ``.onnx`` or ``.pt2`` file, or ``package.module:function``.
+    """A model by name, an ``.onnx`` or ``.pt2`` file, a Hugging Face folder, or ``package.module:function``.
 
     A model by name takes weights, a file or a name; ``BASE+HEAD`` puts a conformally trained head on them. The function
     takes no arguments and returns images -> logits, or an object with ``predict_proba``. ``output`` says what an ONNX file
@@ -71,6 +71,8 @@ def load_model(
         return OnnxClassifier(spec, output=output, device=device)
     if suffix == ".pt2":
         return ExportedClassifier(spec, device=device)
+    if Path(spec).is_dir():
+        return from_hugging_face(spec, device=device)
     if suffix in _OTHER_FILES:
         raise InputError(f"{spec}: {_OTHER_FILES[suffix]}")
     return _from_function(spec, device)
@@ -96,7 +98,7 @@ def _from_function(spec: str, device: str | None) -> Classifier:
     match = re.fullmatch(r"([\w.]+):(\w+)", spec)
     if not match:
         raise InputError(
-            f"expected a model among {', '.join(MODELS)}, an .onnx or .pt2 file or package.module:function, got {spec!r}"
+            f"expected a model among {', '.join(MODELS)}, an .onnx or .pt2 file, a Hugging Face folder or package.module:function, got {spec!r}"
         )
     try:
         factory = getattr(importlib.import_module(match[1]), match[2])

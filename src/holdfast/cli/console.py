@@ -36,8 +36,8 @@ Sigma = Annotated[float, typer.Option(help="Standard deviation of the Gaussian n
 ModelSpec = Annotated[
     str,
     typer.Option(
-        help="A built-in model (`small-cnn`, `cifar-resnet20/56/110`, `resnet50`) with `--weights`, an `.onnx` or `.pt2` file, or "
-        "`package.module:function`."
+        help="A built-in model (`small-cnn`, `cifar-resnet20/56/110`, `resnet50`) with `--weights`, an `.onnx` or `.pt2` file, a "
+        "Hugging Face folder, or `package.module:function`."
     ),
 ]
 Weights = Annotated[
