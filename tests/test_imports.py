@@ -24,7 +24,7 @@ ORDER = (
     "errors", "bounds", "conformal", "draws", "scores", "transforms", "noise", "progress", "inputs", "metrics", "tuning",
     "methods", "sets", "smoothing", "predictor", "artifact", "calibration", "attacks", "audit", "models", "datasets",
     "logits_file", "store", "training", "adapters", "specs", "set_rows", "plots", "report", "predictor_page", "experiments",
-    "serve", "cli",
+    "serve", "explore", "cli",
 )  # fmt: skip
 EXCEPTIONS = {("predictor", "artifact")}  # Predictor.save, inside the function
 HEAVY = (
