@@ -33,7 +33,7 @@ class Job:
     stage: str = "waiting"
     done: int = 0
     total: int = 1
-    result: dict[str, Any] | None = None
+    running: bool = True
     error: str | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -72,6 +72,13 @@ class Curves:
                 return {"state": "failed", "message": job.error}
             return {"state": "running", "stage": job.stage, "done": job.done, "total": job.total}
 
+    @property
+    def busy(self) -> bool:
+        """Whether something is being computed."""
+        with self._lock:
+            job = self._job
+            return job is not None and job.running
+
     def stop(self) -> None:
         with self._lock:
             if self._job is not None:
@@ -89,6 +96,8 @@ class Curves:
         except Exception as error:  # a model of the user's may raise anything; the page must hear of it
             job.error = f"the computation failed ({type(error).__name__})"
             raise
+        finally:
+            job.running = False
 
     def _attacked(self, aim: str, radius: float, job: Job) -> Tensor:
         """Attacked gallery images: the same for every alpha and number of draws, so kept."""

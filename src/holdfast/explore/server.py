@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import threading
+import time
 import webbrowser
 from collections.abc import Callable
 
@@ -59,6 +60,8 @@ def _warm(explorer: Explorer, server: uvicorn.Server) -> None:
     for alpha in sorted(lineup.alphas, key=lambda a: a != usual):
         for draws in lineup.draws:
             for contender in lineup.contenders:
+                while explorer.curves.busy and not server.should_exit:  # somebody waits for those
+                    time.sleep(0.5)
                 if server.should_exit:
                     return
                 try:
