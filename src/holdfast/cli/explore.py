@@ -72,7 +72,7 @@ def explore(
     import torch
 
     from holdfast.explore.answers import Explorer
-    from holdfast.explore.lineup import ALPHAS, DRAWS, Lineup
+    from holdfast.explore.lineup import ALPHAS, DRAWS, Lineup, radii
     from holdfast.explore.server import run
 
     start = time.monotonic()
@@ -83,7 +83,15 @@ def explore(
     )
     if subject.cheap:
         torch.set_num_threads(1)  # tensors this small cost more to share among threads than to compute
-    explorer = Explorer(Lineup(subject, alphas=alpha or ALPHAS, draws=draws or DRAWS, largest=epsilon, seed=seed))
+    explorer = Explorer(
+        Lineup(
+            subject,
+            alphas=alpha or ALPHAS,
+            draws=draws or DRAWS,
+            epsilons=None if epsilon is None else radii(epsilon),
+            seed=seed,
+        )
+    )
     _prepare(explorer)
     _say(f"ready after {time.monotonic() - start:.0f} s")
     run(explorer, host=host, port=port, open_page=open_page, say=_say)

@@ -32,7 +32,7 @@ class Contender:
 
 VANILLA = Contender("vanilla", "Vanilla CP", "cp", noisy=False)
 RSCP_PLUS = Contender("rscp", "RSCP+ with PTT", "rscp_plus_hoeffding")
-EXACT = Contender("exact", "Exact", "auto")
+EXACT = Contender("exact", "Exact certificate", "auto")
 
 
 def radii(largest: float, steps: int = STEPS) -> tuple[float, ...]:
@@ -66,7 +66,7 @@ class Lineup:
     Args:
         subject: what is explored.
         alphas, draws: what people may choose among.
-        largest: the end of the slider; 1.5 sigma by default.
+        epsilons: the stops of the slider; sixteen from 0 to 1.5 sigma by default.
         seed: of calibration and of the noise on show.
 
     A saved predictor brings its own alphas, epsilons and draws.
@@ -78,7 +78,7 @@ class Lineup:
         *,
         alphas: Sequence[float] = ALPHAS,
         draws: Sequence[int] = DRAWS,
-        largest: float | None = None,
+        epsilons: Sequence[float] | None = None,
         seed: int = 0,
     ) -> None:
         self.subject, self.seed = subject, seed
@@ -96,7 +96,7 @@ class Lineup:
         else:
             self.contenders = (VANILLA, RSCP_PLUS, EXACT)
             self.alphas, self.draws = tuple(sorted(set(alphas))), tuple(sorted(set(draws)))
-            self.epsilons = radii(REACH * subject.sigma if largest is None else largest)
+            self.epsilons = radii(REACH * subject.sigma) if epsilons is None else tuple(sorted(set(epsilons)))
         if not self.alphas or not self.draws or self.draws[0] < 1:
             raise InputError(f"expected alphas, and draws of at least 1, got {alphas} and {draws}")
 
