@@ -156,8 +156,8 @@ def _split(
             raise InputError(f"expected at least 1 for the number of {name}, got {asked}")
     if n < LEAST:
         return None
-    held = min(500, n // 10)
     wanted = min(CALIBRATION, n * 9 // 20) if calibration is None else calibration
+    held = max(1, min(500, n // 10, wanted // 2))  # who asks for few calibration points has a slow model
     if held + wanted >= n:
         raise InputError(f"{wanted} calibration points and a holdout of {held} leave no gallery of {n} images")
     holdout, points, rest = data.split(held, wanted, -1, seed=seed)
