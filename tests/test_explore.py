@@ -401,15 +401,13 @@ def test_what_is_no_image_is_refused(client: TestClient) -> None:
     assert broken.status_code in (400, 422)
 
 
-@pytest.mark.parametrize("side", [5000, 30_000])
-def test_a_bomb_is_refused_by_its_header(client: TestClient, side: int) -> None:
+@pytest.mark.parametrize(("side", "words"), [(5000, "at most 16777216 are read"), (30_000, "far more pixels")])
+def test_a_bomb_is_refused_by_its_header(client: TestClient, side: int, words: str) -> None:
     """A few bytes that claim many pixels: nothing is decoded."""
     header = bytearray(image_file("L", (4, 4)))
     header[16:24] = side.to_bytes(4, "big") * 2
     header[29:33] = zlib.crc32(bytes(header[12:29])).to_bytes(4, "big")
-    start = time.monotonic()
-    assert send(client, bytes(header)).status_code == 422
-    assert time.monotonic() - start < 1.0
+    refused(send(client, bytes(header)), 422, words)
 
 
 def test_a_body_too_large_is_refused(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

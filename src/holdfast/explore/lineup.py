@@ -156,20 +156,25 @@ class Lineup:
         per_point = max(64, draws) if contender.method == "auto" else draws
         what = f"calibrating {contender.title}, alpha {alpha:g}" + (f", {draws} draws" if contender.noisy else "")
         self.progress = {"what": what, "done": 0, "total": points * per_point if contender.noisy else points}
-        try:
-            with warnings.catch_warnings(record=True) as told:  # only calibration does this, one at a time
-                warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True) as told:  # only calibration does this, one at a time
+            warnings.simplefilter("always")
+            try:
                 return calibrate(
                     self._noisy if contender.noisy else self._clean, subject.calibration.pair, alpha=alpha,
                     epsilon=self.epsilons, method=contender.method, draws=draws if contender.noisy else 1,
                     holdout=subject.holdout.pair if contender.noisy else None, score=subject.score,
                     class_names=subject.class_names, seed=self.seed + 1,
                 )  # fmt: skip
-        finally:
-            self.progress = {}
-            for warning in told:  # full sets show on the page
-                if issubclass(warning.category, HoldfastWarning) and "full label set" not in str(warning.message):
-                    self._notes.append(f"{str(warning.message)[:1].upper()}{str(warning.message)[1:]}.")
+            finally:
+                self.progress = {}
+                self._hear(told)
+
+    def _hear(self, told: Sequence[warnings.WarningMessage]) -> None:
+        """Keep what calibration warned of, but for full sets, which show on the page."""
+        for warning in told:
+            text = str(warning.message)
+            if issubclass(warning.category, HoldfastWarning) and "full label set" not in text:
+                self._notes.append(f"{text[:1].upper()}{text[1:]}.")
 
     def _advance(self, rows: int) -> None:
         if self.progress:
