@@ -658,6 +658,13 @@ def test_arguments_that_do_not_go_together(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "python_multipart", "PIL"])
+def test_the_extra_is_named(missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert main(["explore"]) == 2
+    assert f"the explorer needs {missing}: pip install 'holdfast[explore]'" in capsys.readouterr().err
+
+
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     data = toy_data()
     np.savez(tmp_path / "corners.npz", images=data.images.numpy(), labels=data.labels.numpy())

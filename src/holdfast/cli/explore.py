@@ -78,11 +78,11 @@ def explore(
     start = time.monotonic()
     if saved is not None and any(given is not None for given in (sigma, alpha, draws, epsilon)):
         raise InputError("a saved predictor has its own sigma, alphas, epsilons and draws; leave those options out")
+    if saved is None and model is None:
+        torch.set_num_threads(1)  # tensors this small cost more to share among threads than to compute
     subject = _subject(
         saved, model, data, sigma, weights, model_output, data_dir, part, score, calibration, gallery, device, seed
     )
-    if subject.cheap:
-        torch.set_num_threads(1)  # tensors this small cost more to share among threads than to compute
     explorer = Explorer(
         Lineup(
             subject,
