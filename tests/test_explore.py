@@ -671,23 +671,20 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     command = [
         sys.executable, "-m", "holdfast", "explore", "--model", "exploring:toy_model", "--data", str(tmp_path / "corners.npz"),
-        "--sigma", "0.5", "--draws", "1", "--alpha", "0.1", "--epsilon", "0.5", "--port", "0", "--no-open",
+        "--sigma", "0.5", "--draws", "1", "--alpha", "0.1", "--epsilon", "0.5", "--port", "0", "--no-open", "--json",
     ]  # fmt: skip
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
         try:
-            assert process.stderr is not None
-            lines, address = [], None
-            for line in process.stderr:
-                lines.append(line)
-                found = re.search(r"http://127\.0\.0\.1:\d+/", line)
-                if found:
-                    address = found[0]
-                    break
-            assert address, lines
+            assert process.stdout is not None
+            address = json.loads("".join(process.stdout.readline() for _ in range(4)))["address"]
+            assert address.startswith("http://127.0.0.1:")
             with urllib.request.urlopen(f"{address}api/subject") as answer:
                 assert json.loads(answer.read())["name"] == "corners"
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=20) in (0, 130)
+            assert process.stderr is not None
             assert "Traceback" not in process.stderr.read()
         finally:
             process.kill()
@@ -698,4 +695,4 @@ def test_a_busy_port_is_said(capsys: pytest.CaptureFixture[str], explorer: Explo
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(InputError, match="choose another --host or --port"):
-            run(explorer, port=taken.getsockname()[1], open_page=False, say=lambda _: None)
+            run(explorer, port=taken.getsockname()[1], open_page=False, tell=lambda _: None)

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.cli.console import DataDir, Device, ModelOutput, Part, ScoreName, Seed, Weights, app, err
+from holdfast.cli.console import (
+    DataDir,
+    Device,
+    Json,
+    ModelOutput,
+    Part,
+    ScoreName,
+    Seed,
+    Weights,
+    app,
+    err,
+    print_json,
+)
 from holdfast.errors import InputError
 
 if TYPE_CHECKING:
@@ -53,6 +66,7 @@ def explore(
     host: Annotated[str, typer.Option(help="Address to listen on; this machine only by default.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one and prints it.")] = 7860,
     open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = True,
+    as_json: Json = False,
 ) -> None:
     """A page in your browser: pick an image, move epsilon, alpha and draws, see the sets grow, attack, see what is lost.
 
@@ -60,7 +74,7 @@ def explore(
     exact certificate stand side by side, with curves of size and coverage. Nothing leaves this machine.
 
     A model of yours: `holdfast explore --model ... --data ... --sigma 0.25`; for a slow one, offer fewer `--draws` and
-    `--calibration` points. A saved predictor is shown at its own levels.
+    `--calibration` points. A saved predictor is shown at its own levels. `--json` prints the address as JSON once it answers.
     """
     try:
         import fastapi  # noqa: F401
@@ -93,8 +107,17 @@ def explore(
         )
     )
     _prepare(explorer)
-    _say(f"ready after {time.monotonic() - start:.0f} s")
-    run(explorer, host=host, port=port, open_page=open_page, say=_say)
+    seconds = time.monotonic() - start
+
+    def tell(address: str) -> None:
+        if as_json:
+            print_json({"address": address, "seconds": round(seconds, 1)})
+            sys.stdout.flush()
+        else:
+            _say(f"ready after {seconds:.0f} s")
+            _say(f"the explorer is at {address} (end it with Ctrl-C)")
+
+    run(explorer, tell=tell, host=host, port=port, open_page=open_page)
 
 
 def _say(text: str) -> None:

@@ -12,24 +12,29 @@ import uvicorn
 
 from holdfast.errors import InputError
 from holdfast.explore.answers import Explorer
-from holdfast.explore.app import LOOPBACK, create_app
+from holdfast.explore.app import LOOPBACK, create_app, log
 from holdfast.serve.server import bind
 
 
 def run(
-    explorer: Explorer, *, host: str = "127.0.0.1", port: int = 7860, open_page: bool = True, say: Callable[[str], None]
+    explorer: Explorer,
+    *,
+    tell: Callable[[str], None],
+    host: str = "127.0.0.1",
+    port: int = 7860,
+    open_page: bool = True,
 ) -> None:
-    """Show the page until interrupted. Port 0 takes a free one; the address is told once it answers."""
+    """Show the page until interrupted. Port 0 takes a free one; ``tell`` is told the address once it answers."""
     with bind(host, port) as listener:
         bound, number = listener.getsockname()[:2]
         local = ipaddress.ip_address(bound).is_loopback
         name = f"[{bound}]" if ":" in bound else bound
         if not local:
-            say(f"open to the network on {name}: whoever reaches this port can use the model")
+            log.warning("open to the network on %s: whoever reaches this port can use the model", name)
         address = f"http://{'127.0.0.1' if bound == '0.0.0.0' else name}:{number}/"
         app = create_app(explorer, LOOPBACK if local else None)
         config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, ws="none")
-        server = _Announcing(config, lambda: _announce(address, open_page, say))
+        server = _Announcing(config, lambda: _announce(address, open_page, tell))
         if explorer.subject.cheap:
             threading.Thread(target=_warm, args=(explorer, server), daemon=True).start()
         server.run(sockets=[listener])
@@ -47,8 +52,8 @@ class _Announcing(uvicorn.Server):
         self.announce()
 
 
-def _announce(address: str, open_page: bool, say: Callable[[str], None]) -> None:
-    say(f"the explorer is at {address} (end it with Ctrl-C)")
+def _announce(address: str, open_page: bool, tell: Callable[[str], None]) -> None:
+    tell(address)
     if open_page:
         threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
