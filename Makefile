@@ -1,6 +1,7 @@
 # Every target sets up what it needs in .venv, and again only when pyproject.toml or constraints.txt change.
 #
 #   make demo      train, calibrate, attack on digits: a table and an HTML report (about a minute)
+#   make explore   the explorer on digits, in your browser
 #   make test      the tests (a few minutes on two cores)
 #   make load-test the HTTP service under load: rows in out/load/ (about two minutes)
 #   make ray-test  the HTTP service and the smoothing engine on a local Ray cluster (installs Ray)
@@ -22,7 +23,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test load-test ray-test hugging-face-test browser-test lint types docs docs-check site bench bench-gpu clean
+.PHONY: demo explore test load-test ray-test hugging-face-test browser-test lint types docs docs-check site bench bench-gpu clean
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -c 'import sys; sys.exit("holdfast needs Python 3.11 or newer, found " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -34,6 +35,9 @@ $(VENV)/.ready-%: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
 
 demo: $(VENV)/.ready-demo
 	$(BIN)/holdfast demo --out $(OUT)
+
+explore: $(VENV)/.ready-explore
+	$(BIN)/holdfast explore
 
 test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -q -n auto

@@ -24,7 +24,7 @@ ORDER = (
     "errors", "bounds", "conformal", "draws", "scores", "transforms", "noise_kernel", "noise", "progress", "inputs", "metrics", "tuning",
     "methods", "early_exit", "sets", "smoothing", "predictor", "artifact", "calibration", "attacks", "audit", "models", "datasets",
     "logits_file", "store", "engines", "training", "adapters", "specs", "set_rows", "plots", "report", "predictor_page", "experiments",
-    "serve", "cli",
+    "serve", "explore", "cli",
 )  # fmt: skip
 EXCEPTIONS = {("predictor", "artifact")}  # Predictor.save, inside the function
 HEAVY = (

@@ -9,12 +9,24 @@ from typing import Any
 import typer
 import typer.main
 
-from holdfast.cli import commands, data, predictor, reproduce, serve, smooth, train
+from holdfast.cli import commands, data, explore, predictor, reproduce, serve, smooth, train
 from holdfast.cli.console import app, err
 from holdfast.errors import InputError
 from holdfast.methods import METHODS
 
-__all__ = ["app", "commands", "data", "every_command", "main", "predictor", "reproduce", "serve", "smooth", "train"]
+__all__ = [
+    "app",
+    "commands",
+    "data",
+    "every_command",
+    "explore",
+    "main",
+    "predictor",
+    "reproduce",
+    "serve",
+    "smooth",
+    "train",
+]
 
 
 def every_command() -> list[tuple[tuple[str, ...], Any]]:

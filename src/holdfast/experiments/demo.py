@@ -85,6 +85,18 @@ class DemoResult:
         }  # fmt: skip
 
 
+def demo_split(seed: int = 0) -> tuple[Labelled, Labelled, Labelled, Labelled]:
+    """The digits as training, holdout, calibration and test points."""
+    train, holdout, calibration, test = digits().split(697, 100, 500, 500, seed=seed)
+    return train, holdout, calibration, test
+
+
+def demo_model(train: Labelled, seed: int = 0, progress: bool = False) -> nn.Module:
+    """A small CNN trained on them under the demo's noise: seconds on one core."""
+    torch.manual_seed(seed)
+    return fit_under_noise(SmallCNN(), *train.pair, SIGMA, epochs=60, seed=seed, progress=progress)
+
+
 def run_demo(seed: int = 0, say: Callable[[str], None] = print) -> DemoResult:
     """Run everything; ``say`` is told what happens."""
     threads = torch.get_num_threads()
@@ -97,11 +109,9 @@ def run_demo(seed: int = 0, say: Callable[[str], None] = print) -> DemoResult:
 
 def _run(seed: int, say: Callable[[str], None]) -> DemoResult:
     start = time.monotonic()
-    data = digits()
-    train, holdout, calibration, test = data.split(697, 100, 500, 500, seed=seed)
-    torch.manual_seed(seed)
+    train, holdout, calibration, test = demo_split(seed)
     say(f"training a small CNN on {len(train)} digits under noise of sigma {SIGMA:g}")
-    model = fit_under_noise(SmallCNN(), *train.pair, SIGMA, epochs=60, seed=seed, progress=False)
+    model = demo_model(train, seed)
     smoothers = {sigma: RememberingSmoother(model, sigma) for sigma in (0.0, SIGMA)}
     predictors: dict[str, Predictor] = {}
     clean: dict[str, Evaluation] = {}
@@ -112,7 +122,7 @@ def _run(seed: int, say: Callable[[str], None]) -> DemoResult:
             warnings.simplefilter("ignore", HoldfastWarning)  # full label sets show in the table
             predictor = calibrate(
                 smoothers[entry.sigma], calibration.pair, alpha=ALPHA, epsilon=RADII, method=entry.method, draws=entry.draws,
-                holdout=None if entry.method in ("cp", "rcp1") else holdout.pair, class_names=data.class_names, seed=seed + 1,
+                holdout=None if entry.method in ("cp", "rcp1") else holdout.pair, class_names=train.class_names, seed=seed + 1,
             )  # fmt: skip
         predictors[entry.name] = predictor
         sets = predictor.predict_all(test.images, seed=seed + 2)
@@ -125,7 +135,9 @@ def _run(seed: int, say: Callable[[str], None]) -> DemoResult:
     reference = predictors["exact, 16 draws"]
     scores = _densities(reference, holdout)
     accuracy = _noisy_accuracy(reference, test, seed)
-    return DemoResult(data, model, accuracy, predictors, clean, curves, report, scores, time.monotonic() - start, seed)
+    return DemoResult(
+        digits(), model, accuracy, predictors, clean, curves, report, scores, time.monotonic() - start, seed
+    )
 
 
 def _noisy_accuracy(predictor: Predictor, test: Labelled, seed: int) -> float:

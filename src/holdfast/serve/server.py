@@ -84,7 +84,7 @@ def run(
         "proxy_headers": trusted_proxies is not None, "forwarded_allow_ips": trusted_proxies,
         "timeout_graceful_shutdown": max(1, round(deployment.settings.shutdown_timeout)),
     }  # fmt: skip
-    with _bind(host, port) as listener:
+    with bind(host, port) as listener:
         if workers == 1:
             app = deployment.build()  # before the port listens: what is wrong is an error here, not an answer there
             warm_up(app.state.service.predictor, app.state.service.shape)
@@ -130,7 +130,7 @@ def _announce(listener: socket.socket, deployment: Deployment, workers: int) -> 
         log.warning("serving, open to the network without a token", extra={"fields": fields})
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """Bound, not yet listening: connections are refused until the model is ready."""
     # The protocol is named because asyncio turns Nagle's algorithm off only where it is; 40 ms per answer otherwise.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
