@@ -65,7 +65,7 @@ class Published:
     def aps(probabilities: ndarray, u: ndarray) -> ndarray:
         """Mass down to and with every label, less u times its own."""
         descending = -np.sort(-probabilities, axis=1)
-        ranks = rankdata(-probabilities, method="ordinal", axis=1) - 1
+        ranks = rankdata(-probabilities, method="ordinal", axis=1).astype(int) - 1
         rows = np.arange(len(probabilities))[:, None]
         down_to, last = descending.cumsum(axis=1)[rows, ranks], descending[rows, ranks]
         return down_to - np.diag(u) @ last

@@ -24,6 +24,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     ),
     "noise": ("holdfast.noise:Stream", "holdfast.noise:fresh_seed"),
     "store": ("holdfast.store",),
+    "engines": ("holdfast.engines", "holdfast.engines.ray:fill"),
     "experiments": (
         "holdfast.experiments.splits:evaluate_methods", "holdfast.experiments.streaming:evaluate_streaming",
         "holdfast.experiments.streaming:Question",

@@ -106,7 +106,8 @@ class Smoother:
             the same at calibration and prediction; saved predictors remember it.
         channels_last: memory format of the network's input.
         compile: run the module through ``torch.compile``. Batches are filled up to a few fixed sizes (``batch_size`` and
-            the powers of four below it), each compiled once.
+            the powers of four below it), each compiled once; on a GPU, cuDNN times its algorithms for each and keeps the
+            fastest.
         progress: show a bar on a terminal; or a function called with (done, total).
 
     Example:
@@ -190,7 +191,7 @@ class Smoother:
             yield from ((part, part.images) for part in parts)
             return
         aside, here = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
-        waiting: deque[tuple[Batch, Tensor, torch.cuda.Event]] = deque()
+        waiting: deque[tuple[Batch, Tensor, Any]] = deque()  # the last of the three: the event of the copy
 
         def arrived() -> tuple[Batch, Tensor]:
             part, images, copied = waiting.popleft()
@@ -287,7 +288,7 @@ class Smoother:
         if self.channels_last and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         try:
-            with torch.autocast(self.device.type, self.autocast) if self.autocast else contextlib.nullcontext():
+            with _timed_algorithms(self.compile), _cast(self.device.type, self.autocast):
                 out = self._forward(inputs)
         except torch.cuda.OutOfMemoryError:
             raise
@@ -300,6 +301,21 @@ class Smoother:
         if out.shape[1] < 2:
             raise InputError(f"expected at least 2 classes, the model returns {out.shape[1]}")
         return out[:asked].float()
+
+
+def _cast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device, dtype)
+
+
+@contextlib.contextmanager
+def _timed_algorithms(wanted: bool) -> Iterator[None]:
+    """cuDNN's search for the fastest algorithm of each convolution: worth its time only where shapes recur."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = before or wanted
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def _filled_up(inputs: Tensor, rows: int) -> Tensor:
