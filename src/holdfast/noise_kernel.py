@@ -72,7 +72,7 @@ def add_noise(images: Tensor, ids: Tensor, words: tuple[int, int, int, int], dra
     out = torch.empty(len(images), len(draws), *images.shape[1:], device=images.device)
     grid = (len(images) * len(draws), triton.cdiv(size, 4 * _BLOCK))
     with torch.cuda.device(images.device):
-        _add_noise[grid](
+        _add_noise[grid](  # pyright: ignore[reportIndexIssue]
             out, images, ids.contiguous(), *map(_signed, words), draws.start, draws.step, len(draws), size, sigma,
             BLOCK=_BLOCK,
         )  # fmt: skip

@@ -10,7 +10,6 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +61,8 @@ class Material:
     progress: bool = True
     used: dict[str, str] = field(default_factory=dict)
     _datasets: dict[str, Labelled] = field(default_factory=dict)
-    _features: OrderedDict[tuple[Any, ...], Tensor] = field(default_factory=OrderedDict)
+    _stores: dict[str, LogitStore] = field(default_factory=dict)
+    _features: OrderedDict[Source, Tensor] = field(default_factory=OrderedDict)
     _attacks: dict[tuple[Source, float, int], Attacked] = field(default_factory=dict)
 
     def dataset(self, name: str) -> Labelled:
@@ -134,20 +134,23 @@ class Material:
     def features(self, source: Source, draws: int) -> Tensor:
         """Noisy features [n, draws, d] of the source's backbone, float16: from the store, computed where it lacks them."""
         body = replace(source, head="base", epsilon=0.0)
-        key = (body, draws)
-        if key not in self._features:
+        known = self._features.get(body)
+        if known is None or known.shape[1] < draws:
             data = self.dataset(source.dataset)
             # Features have no classes: the labels stay with the dataset.
             images = (data.images, torch.zeros(len(data), dtype=torch.int64))
             smoother = self.smoother(backbone(self.model(body)), source.sigma, self.compile)
-            store = LogitStore.open(
-                self.store, StoreKey.of(smoother, images, self.seed), chunk_images=CHUNK_IMAGES, progress=self.progress
-            )
+            key = StoreKey.of(smoother, images, self.seed)
+            if key.folder not in self._stores:  # kept: a store that is open knows which of its files it has checked
+                self._stores[key.folder] = LogitStore.open(
+                    self.store, key, chunk_images=CHUNK_IMAGES, progress=self.progress
+                )
+            store = self._stores[key.folder]
             store.fill(smoother, images, draws)
             while len(self._features) >= 2:  # the runner goes source by source
                 self._features.popitem(last=False)
-            self._features[key] = store.read(draws=draws)
-        return self._features[key]
+            self._features[body] = known = store.read(draws=draws)
+        return known[:, :draws]
 
     def logits(self, source: Source, draws: int) -> Tensor:
         """Noisy logits [n, draws, K], float32, where the evaluation will run."""

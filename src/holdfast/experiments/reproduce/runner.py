@@ -59,9 +59,9 @@ def compute(
     for cell in cells:
         if (cell.source, cell.score, cell.request, cell.attacked) not in known:
             groups.setdefault((cell.source, available(cell, most)), {}).setdefault(cell.score, []).append(cell)
-    # Source by source, so that features are loaded once.
+    # Source by source and the most draws first, so that features are loaded once.
     order = sorted(
-        groups, key=lambda group: (group[0].dataset, group[0].sigma, group[1], group[0].head, group[0].epsilon)
+        groups, key=lambda group: (group[0].dataset, group[0].sigma, -group[1], group[0].head, group[0].epsilon)
     )
     for source, draws in order:
         scores = groups[source, draws]
