@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from holdfast.draws import PIECE
 from holdfast.errors import InputError
 
 
@@ -91,7 +92,12 @@ class PTT:
     def __call__(self, scores: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         if self.ties == "random":
             return self.table[(random_rank(scores, self.holdout) * len(self.holdout)).round().long()]
-        return self.table[torch.searchsorted(self.holdout, scores.contiguous(), right=True)]
+        flat = scores.detach().contiguous().flatten()
+        found = torch.empty_like(flat, dtype=self.table.dtype)
+        size = PIECE if flat.device.type == "cpu" else max(1, len(flat))  # ranks of a piece stay in a CPU's cache
+        for some, place in zip(flat.split(size), found.split(size), strict=True):
+            place.copy_(self.table[torch.searchsorted(self.holdout, some, right=True)])
+        return found.view(scores.shape)
 
     def to(self, device: torch.device | str) -> PTT:
         """The same table elsewhere: moved, not computed again, so that every device maps scores to the same numbers."""

@@ -56,9 +56,16 @@ def compute(
 ) -> None:
     """Add to ``known`` the rows of every cell that lacks one."""
     groups: dict[tuple[Source, int], dict[str, list[Cell]]] = {}
-    for cell in cells:
-        if (cell.source, cell.score, cell.request, cell.attacked) not in known:
-            groups.setdefault((cell.source, available(cell, most)), {}).setdefault(cell.score, []).append(cell)
+    new = [cell for cell in cells if (cell.source, cell.score, cell.request, cell.attacked) not in known]
+    longest = {
+        source: max(available(cell, most) for cell in new if cell.source == source)
+        for source in {cell.source for cell in new}
+    }
+    for cell in new:
+        # A rule tuned on the holdout sees the draws it is tuned on; the others look at the first of however many there are.
+        tuned = get_method(cell.request.method).uses_holdout
+        draws = available(cell, most) if tuned else longest[cell.source]
+        groups.setdefault((cell.source, draws), {}).setdefault(cell.score, []).append(cell)
     # Source by source and the most draws first, so that features are loaded once.
     order = sorted(
         groups, key=lambda group: (group[0].dataset, group[0].sigma, -group[1], group[0].head, group[0].epsilon)
