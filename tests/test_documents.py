@@ -113,7 +113,8 @@ def public() -> set[str]:
     """``__all__`` of the package and of everything in it; the command line has a reference of its own."""
     names = {f"holdfast.{name}" for name in holdfast.__all__}
     for info in pkgutil.walk_packages(holdfast.__path__, "holdfast."):
-        if not info.name.startswith("holdfast.cli") and not info.name.endswith("__main__"):
+        # The kernel needs Triton, and nobody but noise.py calls it.
+        if not info.name.startswith(("holdfast.cli", "holdfast.noise_kernel")) and not info.name.endswith("__main__"):
             names |= {f"{info.name}.{name}" for name in getattr(importlib.import_module(info.name), "__all__", ())}
     return names
 

@@ -245,11 +245,11 @@ def test_an_error_of_the_model_is_raised_not_repeated(tmp_path: Path) -> None:
         (KeyError("oops"), RayTaskError, "worker said: 'oops'"),
         (None, InputError, "NaN or infinite logits"),
     ):
-        ray = Ray(never, random.Random(0))
+        ray, own = Ray(never, random.Random(0)), tmp_path / kind.__name__ / type(error).__name__
         with pytest.raises(kind, match=said):
-            run_pool(tmp_path, ray, Cluster(), model=failing(error))
+            run_pool(own, ray, Cluster(), model=failing(error))
         assert len(ray.actors) == 2
-        assert LogitStore.at(tmp_path).verify() == {}
+        assert LogitStore.at(own).verify() == {}
 
 
 def test_a_worker_with_another_model_is_refused(tmp_path: Path) -> None:

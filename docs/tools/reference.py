@@ -29,6 +29,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "holdfast.experiments.splits:evaluate_methods", "holdfast.experiments.streaming:evaluate_streaming",
         "holdfast.experiments.streaming:Question",
     ),
+    "report": ("holdfast.predictor_page:predictor_page", "holdfast.report:Page"),
     "serve": ("holdfast.serve", "holdfast.serve.replicas:ray_application"),
 }  # fmt: skip
 # What a reader looks for first; the rest follows in the order of ``__all__``.
