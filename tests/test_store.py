@@ -520,7 +520,7 @@ def test_a_store_that_cannot_fit_is_refused_at_the_first_chunk(tmp_path: Path, m
     monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(InputError, match=r"needs \d+\.\d kB and .* has 1\.0 kB left; .*stream statistics"):
         store.fill(run, DATA, 8)
-    assert model.seen == 5 * 4
+    assert model.seen in (5 * 4, 3 * 4)  # one chunk: any of them may come first, and the last is smaller
     monkeypatch.undo()
     assert store.fill(run, DATA, 8).computed == 9
 

@@ -7,6 +7,7 @@ import hashlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ class Smoother:
         if self.device.type != "cuda":
             yield from ((part, part.images) for part in parts)
             return
-        aside, here = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+        aside, here = _copying(self.device), torch.cuda.current_stream(self.device)
         waiting: deque[tuple[Batch, Tensor, Any]] = deque()  # the last of the three: the event of the copy
 
         def arrived() -> tuple[Batch, Tensor]:
@@ -301,6 +302,12 @@ class Smoother:
         if out.shape[1] < 2:
             raise InputError(f"expected at least 2 classes, the model returns {out.shape[1]}")
         return out[:asked].float()
+
+
+@cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    """One stream per device for copies to it: memory is pooled by stream, and a new one each time would begin with none."""
+    return torch.cuda.Stream(device)
 
 
 def _cast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
