@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks.material import HOLDOUT, FourScores, cifar10, logits_like_a_network, network, numerics, smoother
 from benchmarks.timing import Options, Row, Work, beside, goal, in_turn
 from holdfast.noise import Stream
-from holdfast.smoothing import _timed_algorithms
+from holdfast.smoothing import timed_algorithms
 
 
 def bare_forward(model: nn.Module, options: Options, rows: int, total: int) -> Work:
@@ -24,7 +24,7 @@ def bare_forward(model: nn.Module, options: Options, rows: int, total: int) -> W
 
     def work() -> None:
         cast = torch.autocast(options.kind, how["autocast"]) if how["autocast"] else contextlib.nullcontext()  # type: ignore[arg-type]
-        with torch.inference_mode(), cast, _timed_algorithms(options.compile):
+        with torch.inference_mode(), cast, timed_algorithms(options.compile):
             for _ in range(total // rows):
                 forward(ready)
 

@@ -289,7 +289,7 @@ class Smoother:
         if self.channels_last and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         try:
-            with _timed_algorithms(self.compile), _cast(self.device.type, self.autocast):
+            with timed_algorithms(self.compile), _cast(self.device.type, self.autocast):
                 out = self._forward(inputs)
         except torch.cuda.OutOfMemoryError:
             raise
@@ -315,7 +315,7 @@ def _cast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextM
 
 
 @contextlib.contextmanager
-def _timed_algorithms(wanted: bool) -> Iterator[None]:
+def timed_algorithms(wanted: bool) -> Iterator[None]:
     """cuDNN's search for the fastest algorithm of each convolution: worth its time only where shapes recur."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = before or wanted
@@ -361,19 +361,21 @@ class Gathered:
     """
 
     def __init__(self, at_once: int = 2**26) -> None:
-        self._at_once = at_once
+        self._at_once, self._bytes = at_once, 0
         self._waiting: list[Tensor] = []
         self._host: list[Tensor] = []
 
     def add(self, piece: Tensor) -> None:
         self._waiting.append(piece)
-        if sum(waiting.nbytes for waiting in self._waiting) > self._at_once:
+        self._bytes += piece.nbytes
+        if self._bytes > self._at_once:
             self._fetch()
 
     def _fetch(self) -> None:
         if self._waiting:
             self._host.append(torch.cat(self._waiting).cpu())
             self._waiting.clear()
+            self._bytes = 0
 
     def whole(self) -> Tensor:
         """Everything added, on the CPU."""
