@@ -93,7 +93,7 @@ def test_the_published_pipelines_noise_is_keyed_by_the_image_alone() -> None:
 def test_the_published_bound_is_bernsteins() -> None:
     logits, labels = logits_like_a_network(50, 4, 3)
     ours = FourScores.fitted(logits.double(), labels, Stream(0, "test"))
-    _, variance, bound = published.rendered(torch.nn.Identity(), ours).statistics(
+    _, variance, bound = published.rendered(torch.nn.Identity(), published.holdout_scores(ours)).statistics(
         logits.flatten(0, 1).double().numpy(), np.full(50, 0.5), 4
     )["HPS"]
     log = math.log(2 / 0.001)

@@ -70,8 +70,56 @@ def early_exit_gives_the_sets_of_full_drawing() -> None:
     assert float(early.draws_used.double().mean()) < 32
 
 
+def the_host_never_waits_for_a_batch() -> None:
+    """torch raises where an operation makes the host wait for the device; waiting for an event of a past batch is allowed."""
+    from holdfast.calibration import calibrate
+    from holdfast.noise import Stream
+    from holdfast.smoothing import Smoother
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 6)).cuda().eval()
+    images, labels = torch.rand(600, 3, 4, 4), torch.randint(6, (600,))
+    smoother = Smoother(model, 0.25, batch_size=256, progress=False)
+    for score, method, transform in (
+        ("hps", "exact", None),
+        ("aps", "exact", None),
+        ("hps", "rscp_plus_bernstein", "ptt"),
+    ):
+        more = {} if transform is None else {"transform": transform}
+        predictor = calibrate(
+            smoother, (images, labels), score=score, method=method, epsilon=0.125, draws=16, seed=1, **more
+        )  # fmt: skip
+        expected = predictor.predict(images, seed=2).mask
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = predictor.predict(images, seed=2).mask
+            smoother.reduce(images, 16, Stream(0, "test"), lambda batch, logits: logits.mean(dim=1))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(found, expected)
+
+
+def one_compilation_serves_every_batch_size() -> None:
+    """And the logits are those of the plain network, to rounding."""
+    from torch._dynamo.utils import counters
+
+    from holdfast.models import SmallCNN
+    from holdfast.noise import Stream
+    from holdfast.smoothing import Smoother
+
+    torch.manual_seed(0)
+    model, images, stream = SmallCNN().cuda().eval(), torch.rand(300, 1, 8, 8), Stream(1, "test")
+    compiled, plain = (Smoother(model, 0.25, compile=flag, progress=False) for flag in (True, False))
+    counters.clear()
+    for count in (300, 1, 17, 120, 33):
+        found, expected = (one.logits(images[:count], 3, stream) for one in (compiled, plain))
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
+
+
 CHECKS = (
-    kernel_agrees_with_tensor_operations, a_stream_gives_what_logits_gives, early_exit_gives_the_sets_of_full_drawing
+    kernel_agrees_with_tensor_operations, a_stream_gives_what_logits_gives, early_exit_gives_the_sets_of_full_drawing,
+    the_host_never_waits_for_a_batch, one_compilation_serves_every_batch_size,
 )  # fmt: skip
 
 

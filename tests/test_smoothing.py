@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from holdfast.arrivals import Gathered
 from holdfast.errors import HoldfastWarning, InputError
 from holdfast.experiments.remember import RememberingSmoother
 from holdfast.inputs import Batch
@@ -487,3 +488,17 @@ def test_the_bar_is_silent_where_nobody_watches(
         clock[0] = 60.0
         bar.advance()
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("total", [None, 0, 3, 10, 25])
+def test_pieces_are_put_together_whatever_their_number_was_said_to_be(total: int | None) -> None:
+    kept, whole = Gathered(total), torch.arange(20.0).view(10, 2)
+    for piece in whole.split([1, 4, 0, 3, 2]):
+        kept.add(piece)
+    assert torch.equal(kept.whole(), whole)
+    assert kept.whole().untyped_storage().nbytes() == whole.nbytes  # no larger buffer hangs on behind it
+
+
+def test_gathering_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match="at least one image"):
+        Gathered().whole()

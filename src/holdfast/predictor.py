@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from holdfast.arrivals import Gathered
 from holdfast.conformal import Guarantee
 from holdfast.draws import Draws
 from holdfast.early_exit import Vote
@@ -20,7 +21,7 @@ from holdfast.noise import Stream, fresh_seed
 from holdfast.progress import Bar
 from holdfast.scores import Score
 from holdfast.sets import PredictionSets
-from holdfast.smoothing import Gathered, Smoother
+from holdfast.smoothing import Smoother
 from holdfast.transforms import PTT
 
 Level = tuple[float, float]  # (alpha, epsilon)
@@ -176,7 +177,7 @@ class Predictor:
     def _masks(self, images: Any, wanted: list[Level], ids: Any, seed: int | None) -> tuple[dict[Level, Tensor], None]:
         stream = Stream(fresh_seed() if seed is None else seed, "test")
         draws = max(self.levels[level].rule.test_draws for level in wanted)
-        masks = {level: Gathered() for level in wanted}
+        masks = {level: Gathered(length(images)) for level in wanted}
         for batch, logits in self.smoother.stream(self._checked(images), draws, stream, ids):
             for level, mask in self.decide(logits, batch.ids, stream, wanted).items():
                 masks[level].add(mask)
@@ -188,7 +189,10 @@ class Predictor:
         stream = Stream(fresh_seed() if seed is None else seed, "test")
         rules, thresholds = ([getattr(self.levels[level], name) for level in wanted] for name in ("rule", "threshold"))
         vote = Vote.of(rules, thresholds)
-        masks, used = {level: Gathered() for level in wanted}, Gathered()
+        total = length(images)
+        masks, used = {level: Gathered(total) for level in wanted}, Gathered(total)
+        # Many images at a time: those still open after a stage must fill the next one's forward passes.
+        together = max(256, 16 * self.smoother.most_rows // vote.stages[-1].stop)
 
         def exceeded(some: Batch, span: range) -> Tensor:
             logits = self.smoother.logits(some.images, span, stream, some.ids)
@@ -196,8 +200,8 @@ class Predictor:
             scores = noisy_scores(self.score, "order", logits, stream.uniform(some.ids.to(logits.device), "aps"))
             return vote.above(scores, span)
 
-        with Bar("smoothing", length(images), self.smoother.progress) as bar:
-            for batch in batches(self._checked(images), ids, size=self.smoother.most_rows):
+        with Bar("smoothing", total, self.smoother.progress) as bar:
+            for batch in batches(self._checked(images), ids, size=together):
                 v = stream.uniform(batch.ids.to(self.smoother.device), "boundary")
                 decided, took = vote.run(batch.to(self.smoother.device), v, exceeded)
                 for level, mask in zip(wanted, decided, strict=True):

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from holdfast.arrivals import IN_FLIGHT, Gathered, to_host
 from holdfast.errors import HoldfastWarning, InputError
 from holdfast.inputs import Batch, batches, length
 from holdfast.noise import Stream
@@ -106,9 +107,8 @@ class Smoother:
         autocast: dtype for mixed precision. Like the next two it changes the function that is certified, so it must be
             the same at calibration and prediction; saved predictors remember it.
         channels_last: memory format of the network's input.
-        compile: run the module through ``torch.compile``. Batches are filled up to a few fixed sizes (``batch_size`` and
-            the powers of four below it), each compiled once; on a GPU, cuDNN times its algorithms for each and keeps the
-            fastest.
+        compile: run the module through ``torch.compile``, once for batches of any size. On a GPU, cuDNN times its
+            algorithms for every size and keeps the fastest, so batches are filled up to one of eight sizes per octave.
         progress: show a bar on a terminal; or a function called with (done, total).
 
     Example:
@@ -141,7 +141,7 @@ class Smoother:
             torch.device(device) if device is not None else first.device if first is not None else torch.device("cpu")
         )
         self.autocast, self.channels_last, self.compile, self.progress = autocast, channels_last, compile, progress
-        self._forward: Callable[[Tensor], Tensor] = torch.compile(model, dynamic=False) if compile else model  # type: ignore[assignment]
+        self._forward: Callable[[Tensor], Tensor] = torch.compile(model) if compile else model  # type: ignore[assignment]
 
     @property
     def numerics(self) -> dict[str, Any]:
@@ -158,26 +158,34 @@ class Smoother:
             return _finite(self._chunk(images, ids, as_range(draws), stream))
 
     def stream(
-        self, data: Any, draws: int | range, stream: Stream, ids: Any = None, labelled: bool = False
+        self,
+        data: Any,
+        draws: int | range,
+        stream: Stream,
+        ids: Any = None,
+        labelled: bool = False,
+        progress: bool | Report | None = None,
     ) -> Iterator[tuple[Batch, Float[Tensor, "b draws k"]]]:
         """Noisy logits of any data, chunk by chunk: memory does not grow with the number of images.
 
         On a GPU the host runs ahead: the next images are on their way while the network works, and a chunk's logits are
-        looked at for NaN two chunks later. The stream ends only when all of them are known to be finite.
+        looked at for NaN two chunks later. The stream ends only when all of them are known to be finite. Images and ids
+        of a batch are on the device; labels stay where they are. ``progress`` is the smoother's own unless given.
         """
         span, total = as_range(draws), length(data)
-        late: deque[Tensor] = deque()
-        with evaluation_mode(self.model), Bar("smoothing", total, self.progress) as bar:
-            for part, images in self._ahead(self._parts(data, len(span), ids, labelled)):
+        late: deque[Callable[[], Tensor]] = deque()
+        shown = self.progress if progress is None else progress
+        with evaluation_mode(self.model), Bar("smoothing", total, shown) as bar:
+            for part in self._ahead(self._parts(data, len(span), ids, labelled)):
                 with torch.inference_mode():
-                    logits = self._chunk(images, part.ids, span, stream)
-                    late.append(logits.isfinite().all())
-                while len(late) > (2 if logits.is_cuda else 0):
-                    _expect_finite(late.popleft())
+                    logits = self._chunk(part.images, part.ids, span, stream)
+                    late.append(to_host(logits.isfinite().all()))
+                while len(late) > (IN_FLIGHT if logits.is_cuda else 0):
+                    _expect_finite(late.popleft()())
                 yield part, logits
                 bar.advance(len(part))
             for finite in late:
-                _expect_finite(finite)
+                _expect_finite(finite())
 
     def _parts(self, data: Any, draws: int, ids: Any, labelled: bool) -> Iterator[Batch]:
         """Batches small enough for one forward pass."""
@@ -186,24 +194,28 @@ class Smoother:
             for at in range(0, len(batch), per_chunk):
                 yield batch[at : at + per_chunk]
 
-    def _ahead(self, parts: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
-        """Each part with its images on the device: copied from pinned memory, beside the network's work on the last."""
+    def _ahead(self, parts: Iterable[Batch]) -> Iterator[Batch]:
+        """Each part on the device: copied from pinned memory, beside the network's work on the one before."""
         if self.device.type != "cuda":
-            yield from ((part, part.images) for part in parts)
+            yield from parts
             return
         aside, here = _copying(self.device), torch.cuda.current_stream(self.device)
-        waiting: deque[tuple[Batch, Tensor, Any]] = deque()  # the last of the three: the event of the copy
+        waiting: deque[tuple[Batch, Any]] = deque()  # with the event of the copy
 
-        def arrived() -> tuple[Batch, Tensor]:
-            part, images, copied = waiting.popleft()
+        def arrived() -> Batch:
+            part, copied = waiting.popleft()
             here.wait_event(copied)
-            images.record_stream(here)
-            return part, images
+            for tensor in (part.images, part.ids):
+                tensor.record_stream(here)
+            return part
+
+        def sent(tensor: Tensor) -> Tensor:
+            return (tensor if tensor.is_cuda else tensor.pin_memory()).to(self.device, non_blocking=True)
 
         for part in parts:
             with torch.cuda.stream(aside):
-                pinned = part.images if part.images.is_cuda else part.images.pin_memory()
-                waiting.append((part, pinned.to(self.device, non_blocking=True), aside.record_event()))
+                there = Batch(sent(part.images), part.labels, sent(part.ids))
+                waiting.append((there, aside.record_event()))
             if len(waiting) > 1:
                 yield arrived()
         while waiting:
@@ -226,7 +238,7 @@ class Smoother:
             >>> mean.shape
             torch.Size([2, 3])
         """
-        kept = Gathered()
+        kept = Gathered(length(data))
         for batch, logits in self.stream(data, draws, stream, ids):
             kept.add(reduction(batch, logits))
         return kept.whole()
@@ -288,6 +300,8 @@ class Smoother:
             inputs = _filled_up(inputs, self._rows(inputs))
         if self.channels_last and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
+        if self.compile:
+            torch._dynamo.maybe_mark_dynamic(inputs, 0)  # else the second size would be compiled afresh, and the third
         try:
             with timed_algorithms(self.compile), _cast(self.device.type, self.autocast):
                 out = self._forward(inputs)
@@ -326,15 +340,14 @@ def timed_algorithms(wanted: bool) -> Iterator[None]:
 
 
 def _filled_up(inputs: Tensor, rows: int) -> Tensor:
-    """The batch with blank images behind it, up to the next size that is compiled.
+    """The batch with blank images behind it: at least 16, then up to an eighth of the power of two below, at most ``rows``.
 
     Example:
         >>> [len(_filled_up(torch.ones(n, 1), 1000)) for n in (1, 16, 17, 300, 1000, 2000)]
-        [16, 16, 64, 1000, 1000, 2000]
+        [16, 16, 18, 320, 1000, 2000]
     """
-    size = 16
-    while size < len(inputs):
-        size *= 4
+    step = max(2, 1 << max(0, len(inputs).bit_length() - 4))
+    size = max(16, -(-len(inputs) // step) * step)
     missing = max(0, min(size, rows) - len(inputs))
     return torch.cat([inputs, inputs.new_zeros(missing, *inputs.shape[1:])]) if missing else inputs
 
@@ -347,37 +360,3 @@ def _expect_finite(flag: Tensor) -> None:
 def _finite(logits: Tensor) -> Tensor:
     _expect_finite(logits.isfinite().all())
     return logits
-
-
-class Gathered:
-    """Results that come piece by piece, on their way to the host in few large copies.
-
-    Example:
-        >>> kept = Gathered()
-        >>> for piece in torch.arange(6).split(2):
-        ...     kept.add(piece)
-        >>> kept.whole()
-        tensor([0, 1, 2, 3, 4, 5])
-    """
-
-    def __init__(self, at_once: int = 2**26) -> None:
-        self._at_once, self._bytes = at_once, 0
-        self._waiting: list[Tensor] = []
-        self._host: list[Tensor] = []
-
-    def add(self, piece: Tensor) -> None:
-        self._waiting.append(piece)
-        self._bytes += piece.nbytes
-        if self._bytes > self._at_once:
-            self._fetch()
-
-    def _fetch(self) -> None:
-        if self._waiting:
-            self._host.append(torch.cat(self._waiting).cpu())
-            self._waiting.clear()
-            self._bytes = 0
-
-    def whole(self) -> Tensor:
-        """Everything added, on the CPU."""
-        self._fetch()
-        return torch.cat(self._host) if len(self._host) != 1 else self._host[0]

@@ -152,9 +152,11 @@ class _Network(_Source):
         self.images, self.draws, self.sigma = count, draws, smoother.sigma
 
     def pieces(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        at = 0
         for batch, logits in self.smoother.stream(take(self.data, rows), self.draws, self.stream, rows, labelled=True):
             assert batch.labels is not None
-            yield batch.ids, logits, batch.labels
+            yield rows[at : at + len(batch)], logits, batch.labels
+            at += len(batch)
 
     def versions(self, attacked: AttackedImages) -> Iterator[tuple[Tensor, Tensor]]:
         """Places among the attacked and their logits, under the noise of the images they were."""

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from holdfast.arrivals import Gathered
 from holdfast.inputs import Batch, batches, take
 from holdfast.progress import Bar, Report
 from holdfast.smoothing import Smoother
@@ -71,13 +72,12 @@ def compute_chunk(
         advance: called with the number of noisy images done, pass by pass.
     """
     ids = torch.arange(chunk.rows.start, chunk.rows.stop)
-    step, parts = smoother.images_per_chunk(images, len(chunk.draws)), []
-    for at in range(0, len(images), step):
-        some = slice(at, at + step)
-        parts.append(smoother.logits(images[some], chunk.draws, stream, ids[some]).cpu())
+    kept = Gathered(len(ids))
+    for part, logits in smoother.stream(images, chunk.draws, stream, ids, progress=False):
+        kept.add(logits)
         if advance is not None:
-            advance(len(parts[-1]) * len(chunk.draws))
-    return torch.cat(parts)
+            advance(len(part) * len(chunk.draws))
+    return kept.whole()
 
 
 def scattered(chunks: Sequence[Chunk]) -> list[Chunk]:
