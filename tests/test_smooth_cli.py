@@ -125,6 +125,20 @@ def test_killed_twice_and_resumed_is_as_if_never_killed(place: Path, capsys: pyt
     assert content(place / "killed") == whole
 
 
+def test_ctrl_c_says_that_it_stopped(place: Path) -> None:
+    process = start(place, arguments(place, "stopped"), HOLDFAST_TEST_SLEEP="0.15")
+    deadline = time.monotonic() + 90
+    while not chunks(place / "stopped"):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.strip().splitlines()[-1] == "stopped"
+    assert LogitStore.at(place / "stopped").verify() == {}
+
+
 # -- a full disk -------------------------------------------------------------------------------------------------------
 
 

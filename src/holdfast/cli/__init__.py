@@ -55,10 +55,15 @@ def _repeat_method(arguments: Sequence[str]) -> list[str]:
     return spelled
 
 
+_INTERRUPTED = 130
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; errors meant for people are one line on stderr."""
     try:
         result = app(args=_repeat_method(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+        if result == _INTERRUPTED:  # typer makes an exit code of Ctrl-C
+            raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except InputError as error:
         err.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
@@ -67,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return stop.exit_code
     except (KeyboardInterrupt, typer.Abort):
         err.print("stopped")
-        return 130
+        return _INTERRUPTED
     except Exception as error:
         message = getattr(error, "format_message", None)
         if message is None:
