@@ -339,3 +339,59 @@ def test_a_node_is_lost_and_the_store_is_the_local_engines(place: Path, local: d
     assert content(place / "nodes") == local
     assert (found["computed"], found["lost"], found["workers"], found["pids"]) == (CHUNKS, 1, 2, 2)
     assert 1 <= found["repeated"] <= 2
+
+
+# A node that claims two GPUs: Ray shows each worker one of them. Torch finds none behind it, and the worker says so.
+CARDS = """
+import json, os, sys, time
+from dataclasses import replace
+from pathlib import Path
+import torch
+from ray.cluster_utils import Cluster as Machines
+from holdfast.engines import Cluster
+from holdfast.engines.ray import fill
+from holdfast.errors import InputError
+from holdfast.smoothing import Smoother
+from holdfast.specs import load_data
+from holdfast.store import LogitStore, StoreKey
+import noted
+
+place = Path(sys.argv[1])
+torch.set_num_threads(1)
+machines = Machines(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+machines.add_node(num_cpus=4, num_gpus=2)
+data = load_data(str(place / "toy.safetensors")).pair
+run = Smoother(noted.make(), 0.25, batch_size=16, progress=False)
+
+class Build:
+    def __init__(self, workers):
+        self.workers = workers
+
+    def __call__(self):
+        seen = Path(os.environ["NOTES"])
+        with seen.open("a") as notes:
+            print(os.environ["CUDA_VISIBLE_DEVICES"], file=notes)
+        deadline = time.monotonic() + 60
+        while len(seen.read_text().split()) < self.workers and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return noted.make()
+
+found = {}
+for part, workers in ((1.0, 2), (0.5, 4)):
+    Path(os.environ["NOTES"]).write_text("")
+    key = replace(StoreKey.of(run, data, int(workers)), device="cuda")
+    store = LogitStore.open(place / "cards", key, chunk_images=10, chunk_draws=4, progress=False)
+    try:
+        fill(store, run, data, 12, Cluster(machines.address, gpus=part), factory=Build(workers))
+    except InputError as error:
+        found[str(part)] = [sorted(Path(os.environ["NOTES"]).read_text().split()), str(error)]
+print("RESULT", json.dumps(found))
+machines.shutdown()
+"""
+
+
+def test_workers_share_out_the_gpus_of_a_node(place: Path) -> None:
+    """A worker per GPU, or two on each. What runs on them is for a machine that has some."""
+    found = script(place, CARDS, "cards")
+    assert [found["1.0"][0], found["0.5"][0]] == [["0", "1"], ["0", "0", "1", "1"]]
+    assert all("has no GPU that torch can use" in said for _, said in found.values())
