@@ -142,11 +142,15 @@ def test_numbers_are_right_to_float32_rounding() -> None:
 def test_pieces_of_any_size_make_the_same_noise(
     piece: int, size: int, draws: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole rows, parts of a row, and what is left over at the end of either."""
+    """Whole rows, parts of a row, and what is left over at the end of either; none is larger than it should be."""
     stream, ids = Stream(1, "calibration"), torch.tensor(IDS)
+    real, counters = noise_cpu.philox, []
     monkeypatch.setattr(noise_cpu, "_PIECE", piece)
+    monkeypatch.setattr(noise_cpu, "philox", lambda area, key: (counters.append(area.shape[2]), real(area, key))[1])
     expected = noise.plain(ids, stream._words("gaussian"), draws, size)
     assert torch.equal(stream.gaussian(ids, draws, (size,)), expected)
+    assert max(counters) <= piece
+    assert sum(counters) == len(ids) * len(draws) * math.ceil(size / 4)
 
 
 @pytest.mark.parametrize(("images", "count", "shape"), [(7, 17, (3, 32, 32)), (2, 1, (3, 301, 307))])
@@ -193,22 +197,19 @@ def test_concurrent_calls_do_not_meet() -> None:
     """Eight threads, each with ids, draws, shape and key of its own, again and again: every result is its own."""
     tasks = [(Stream(i, "test"), torch.tensor(IDS[i:]), range(i, 9 + i), (i + 1, 31, 17)) for i in range(8)]
     expected = [stream.gaussian(ids, draws, shape) for stream, ids, draws, shape in tasks]
-    start, wrong, done = threading.Barrier(len(tasks)), [], []
+    start, found = threading.Barrier(len(tasks)), {}
 
     def work(i: int) -> None:
         stream, ids, draws, shape = tasks[i]
         start.wait()
-        for _ in range(4):
-            if not torch.equal(stream.gaussian(ids, draws, shape), expected[i]):
-                wrong.append(i)
-        done.append(i)
+        found[i] = all(torch.equal(stream.gaussian(ids, draws, shape), expected[i]) for _ in range(4))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(tasks))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert (wrong, sorted(done)) == ([], list(range(8)))
+    assert found == dict.fromkeys(range(len(tasks)), True)
 
 
 def test_modes_and_defaults_of_the_caller_change_nothing() -> None:
