@@ -60,7 +60,7 @@ def gaussian(ids: Tensor, words: tuple[int, int, int, int], draws: range, size: 
     draw = np.tile(np.arange(draws.start, draws.stop, draws.step, dtype=np.int64).astype(np.uint64), len(ids))[:, None]
     position = np.arange(math.ceil(size / 4), dtype=np.uint64)  # a counter gives four words: two Box-Muller pairs
     out = torch.empty(count, len(position), 4, dtype=torch.float32, device="cpu")
-    # A piece is some whole rows or, of a row that is too long, a part.
+    # A piece is some whole rows or, of a row that is too long, a part: contiguous in either case, so reshape copies nothing.
     rows, columns = max(1, _PIECE // max(1, len(position))), min(_PIECE, max(1, len(position)))
     scratch = np.empty(6 * min(rows, count) * columns, dtype=np.uint64)
     for top in range(0, count, rows):
