@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from holdfast import noise_cpu
 from holdfast.errors import InputError
 
 ROLES = ("holdout", "calibration", "test", "attack", "train")
@@ -48,13 +49,28 @@ def philox(
     k0, k1 = key
     for _ in range(10):
         # The product of two 32-bit words wraps modulo 2^64 in int64, but its bits are right: shift and mask them out.
-        # In place throughout: this loop is bound by memory traffic.
+        # In place throughout: this loop is bound by memory traffic. c1 and c3 are only xored before a mask: they need none.
         low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = torch.bitwise_right_shift(high, 32, out=c0).bitwise_and_(_MASK).bitwise_xor_(c1).bitwise_xor_(k0)
-        c2 = torch.bitwise_right_shift(low, 32, out=c2).bitwise_and_(_MASK).bitwise_xor_(c3).bitwise_xor_(k1)
-        c1, c3 = high.bitwise_and_(_MASK), low.bitwise_and_(_MASK)
+        c0 = torch.bitwise_right_shift(high, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK)
+        c2 = torch.bitwise_right_shift(low, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK)
+        c1, c3 = high, low
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
+    return c0, c1.bitwise_and_(_MASK), c2, c3.bitwise_and_(_MASK)
+
+
+def plain(ids: Tensor, words: tuple[int, int, int, int], draws: range, size: int) -> Tensor:
+    """The definition of the noise in tensor operations, for devices that have no faster way: [b, len(draws), size]."""
+    k0, k1, low_mask, high_mask = words
+    position = torch.arange(math.ceil(size / 4), device=ids.device)  # a counter gives four words: two Box-Muller pairs
+    draw = torch.arange(draws.start, draws.stop, draws.step, device=ids.device)[:, None]
+    low, high = ((ids & _MASK) ^ low_mask)[:, None, None], (((ids >> 32) & _MASK) ^ high_mask)[:, None, None]
+    four = philox((position, draw, low, high), (k0, k1))
+    noise = []
+    for pair in (0, 2):
+        radius = _unit(four[pair]).log_().mul_(-2).sqrt_()
+        angle = _unit(four[pair + 1]).mul_(2 * math.pi)
+        noise += [radius * angle.cos(), radius * angle.sin()]
+    return torch.stack(noise, dim=-1).flatten(2)[..., :size]
 
 
 @dataclass(frozen=True)
@@ -91,24 +107,8 @@ class Stream:
             from holdfast.noise_kernel import add_noise
 
             return add_noise(torch.zeros(len(ids), *shape, device=ids.device), ids, words, draws, 1.0)
-        k0, k1, low_mask, high_mask = words
-        size, blocks = prod(shape), math.ceil(prod(shape) / 4)  # a counter gives four words: two Box-Muller pairs
-        position = torch.arange(blocks, device=ids.device)
-        draw = torch.arange(draws.start, draws.stop, draws.step, device=ids.device).repeat(len(ids))[:, None]
-        halves = ((ids & _MASK) ^ low_mask, ((ids >> 32) & _MASK) ^ high_mask)
-        low, high = (half.repeat_interleave(len(draws))[:, None] for half in halves)
-        out = torch.empty(len(draw), blocks, 4, device=ids.device)
-        # On a CPU a few thousand counters at a time, so that the integer words stay in cache.
-        rows = max(1, 8192 // blocks) if ids.device.type == "cpu" else max(1, len(draw))
-        for at in range(0, len(draw), rows):
-            part = slice(at, at + rows)
-            four = philox((position, draw[part], low[part], high[part]), (k0, k1))
-            for pair in (0, 2):
-                radius = _unit(four[pair]).log_().mul_(-2).sqrt_()
-                angle = _unit(four[pair + 1]).mul_(2 * math.pi)
-                torch.mul(radius, angle.cos(), out=out[part, :, pair])
-                torch.mul(radius, angle.sin(), out=out[part, :, pair + 1])
-        return out.view(len(draw), -1)[:, :size].reshape(len(ids), len(draws), *shape)
+        make = noise_cpu.gaussian if ids.device.type == "cpu" else plain
+        return make(ids, words, draws, prod(shape)).reshape(len(ids), len(draws), *shape)
 
     def noisy(
         self, images: Float[Tensor, "b ..."], ids: Int[Tensor, " b"], draws: range, sigma: float
