@@ -156,6 +156,13 @@ def test_certain_and_impossible_labels_have_a_rank() -> None:
     assert mask.tolist() == [[True, False, False, False], [False] * 4]
 
 
+def test_tiny_probabilities_are_told_apart() -> None:
+    """1 - p is 1 for all of these in float32."""
+    known = torch.tensor([[1.0, 1e-10 * (1 + i)] for i in range(19)])
+    new = torch.tensor([[1.0, 1.5e-10], [1.0, 2.5e-10]])
+    assert holdfast.split_conformal((known, torch.ones(19).long()), new).mask.tolist() == [[True, False], [True, True]]
+
+
 def test_a_subclass_of_hps_is_asked_itself() -> None:
     class Reversed(HPS):
         def order(self, logits: Tensor, u: Any = 0.0) -> Tensor:

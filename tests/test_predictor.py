@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import holdfast
 from holdfast.attacks import NoisyModel
 from holdfast.calibration import calibrate, conformalize
-from holdfast.conformal import Guarantee
+from holdfast.conformal import Guarantee, conformal_rank, exact_level
 from holdfast.draws import Draws
 from holdfast.errors import HoldfastWarning, InputError
 from holdfast.methods import METHODS, Setting, get_method
@@ -551,7 +551,8 @@ def test_scores_are_computed_in_pieces(
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.filterwarnings("ignore:the model is right on only:holdfast.HoldfastWarning")
 def test_calibration_points_below_the_threshold_are_covered(classes: int, ties: bool) -> None:
-    """Without noise a calibration point scores the same when it is predicted, to the last bit: the rank-th is in.
+    """Without noise a calibration point scores the same when it is predicted, to the last bit: at every alpha the point
+    whose score is the threshold is in.
 
     Calibration scores true labels only. Were that a rounding away from the scores of all labels, whole atoms of tied
     scores would be lost.
@@ -560,13 +561,14 @@ def test_calibration_points_below_the_threshold_are_covered(classes: int, ties: 
     logits = 4 * torch.randn(300, classes, generator=generator)
     logits = logits[torch.arange(300) % 4] if ties else logits
     labels = torch.where(torch.rand(300, generator=generator) < 0.7, logits.argmax(dim=1), torch.arange(300) % classes)
-    predictor = calibrate(lambda x: x, (logits, labels), epsilon=0.0, sigma=0.0, method="cp", draws=1, seed=0)
-    covered = int(predictor.predict(logits).mask.gather(1, labels[:, None]).sum())
-    assert covered >= 271 if ties else covered == 271
-    for image, label in zip(logits[:12], labels):  # one at a time as well
-        assert bool(predictor.predict(image[None]).mask[0, label]) == bool(
-            predictor.predict(logits).mask[logits.eq(image).all(dim=1).nonzero()[0, 0], label]
-        )
+    alphas = [percent / 100 for percent in range(1, 100)]
+    predictor = calibrate(
+        lambda x: x, (logits, labels), alpha=alphas, epsilon=0.0, sigma=0.0, method="cp", draws=1, seed=0
+    )
+    for (alpha, _), sets in predictor.predict_all(logits).items():
+        covered = int(sets.mask.gather(1, labels[:, None]).sum())
+        rank = conformal_rank(300, exact_level(alpha))
+        assert covered >= rank if ties else covered == rank
 
 
 def test_only_randomised_scores_and_rules_draw_numbers(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

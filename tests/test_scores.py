@@ -114,6 +114,8 @@ def test_log_odds_reach_as_far_as_logits_do() -> None:
     rest = math.log1p(math.exp(-1))
     expected = [[-gap + rest, gap, gap + 1] for gap in (20.0, 90.0, 200.0, 3e38)]
     torch.testing.assert_close(log_odds(logits), torch.tensor(expected))
+    almost_even = torch.tensor([0.0, -1e-9])
+    assert torch.equal(log_odds(almost_even), almost_even.flip(0) - almost_even)  # of two labels, their difference
 
 
 @dtypes
