@@ -2,8 +2,9 @@
 
 Timed on both sides: from probabilities of calibration and test points in memory to the boolean sets of the test points.
 MAPIE is given a stand-in classifier that hands out the stored probabilities, so no model runs there; it also validates its
-inputs and returns point predictions. Two ways of holdfast: its split rule applied to the probabilities, and the whole way
-through ``calibrate`` and ``predict``, which is made for networks under noise and checks images, range and logits on the way.
+inputs and returns point predictions. Two ways of holdfast, which validate theirs as well: ``split_conformal``, made for
+stored probabilities, and the whole way through ``calibrate`` and ``predict``, which is made for networks under noise and
+checks images, range and logits on the way.
 """
 
 from __future__ import annotations
@@ -16,21 +17,16 @@ from torch import Tensor
 
 from benchmarks.material import ALPHA
 from benchmarks.timing import Options, SkippedError, beside, goal, in_turn
-from holdfast import calibrate, conformal_quantile
-from holdfast.draws import Draws
-from holdfast.methods import Setting, SplitCP
+from holdfast import calibrate, conformal_quantile, split_conformal
 
 
 def split_sets(calibration: Tensor, labels: Tensor, test: Tensor) -> Tensor:
-    """Sets from probabilities: conformal quantile and comparison. -p has the order of 1 - p and is not rounded."""
-    n, classes = calibration.shape
-    rule = SplitCP.fit(Setting(ALPHA, 0.0, 0.0, 1, n, classes))
-    own = Draws(-calibration[torch.arange(n), labels, None])
-    return rule.decide(Draws(-test[..., None]), rule.threshold(rule.calibration_statistic(own)))
+    """From probabilities to sets, as they are."""
+    return split_conformal((calibration, labels), test, alpha=ALPHA).mask
 
 
 def predictor_sets(calibration: Tensor, labels: Tensor, test: Tensor) -> Tensor:
-    """The same through the public interface; the "network" is the logarithm."""
+    """The same through the interface for networks; the "network" is the logarithm."""
     predictor = calibrate(
         torch.log, (calibration, labels), epsilon=0.0, sigma=0.0, alpha=ALPHA, method="cp", draws=1, progress=False
     )
@@ -85,11 +81,11 @@ def measure(options: Options) -> dict[str, Any]:
     clear = (test - threshold).abs() > 1e-7
     different = {
         name: int(((sets(calibration, known, test) != theirs) & clear).sum())
-        for name, sets in (("rule", split_sets), ("predictor", predictor_sets))
+        for name, sets in (("split", split_sets), ("predictor", predictor_sets))
     }
     times = in_turn(
         {
-            "rule": lambda: split_sets(calibration, known, test),
+            "split": lambda: split_sets(calibration, known, test),
             "predictor": lambda: predictor_sets(calibration, known, test),
             "mapie": lambda: mapie_sets(*arrays),
         },
@@ -101,6 +97,6 @@ def measure(options: Options) -> dict[str, Any]:
     name, sizes = f"MAPIE {__version__}", {"calibration": n // 2, "test": n - n // 2, "classes": classes}
     rows = [
         beside(f"split CP, {what}", times[key], name, times["mapie"], sizes, labels_decided_otherwise=different[key])
-        for key, what in (("rule", "the rule on probabilities"), ("predictor", "calibrate and predict"))
+        for key, what in (("split", "split_conformal"), ("predictor", "calibrate and predict"))
     ]
     return {"rows": rows if options.quick else [goal(row, at_most=1) for row in rows]}

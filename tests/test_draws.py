@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.draws import Draws
+from holdfast.draws import Draws, in_pieces, pieces
 from holdfast.errors import InputError
 
 patient = settings(deadline=None, derandomize=True)
@@ -53,6 +53,18 @@ def test_selections_keep_mean_variance_and_count_together() -> None:
     assert torch.equal(draws.first(3).values, values[..., :3])
     assert draws.first(8) is draws
     assert (len(draws), draws.count, draws.first(3).count, len(draws[some])) == (5, 8, 3, 2)
+
+
+@pytest.mark.parametrize("piece", [1, 24, 60, 2**18])
+def test_pieces_are_all_of_it_and_change_nothing(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.draws.PIECE", piece)
+    values = torch.randn(7, 3, 8, generator=torch.Generator().manual_seed(0))
+    parts = pieces(values)
+    assert torch.equal(torch.cat([values[part] for part in parts]), values)
+    assert all(values[part].numel() <= max(piece, 24) for part in parts)
+    assert len(parts) == {1: 7, 24: 7, 60: 4, 2**18: 1}[piece]
+    assert torch.equal(in_pieces(values, lambda part: part.amax(dim=-1)), values.amax(dim=-1))
+    assert [len(values[part]) for part in pieces(values[:0])] == [0]
 
 
 def test_bad_draws_are_refused() -> None:

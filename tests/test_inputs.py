@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, TensorDataset
 
 from holdfast.errors import HoldfastWarning, InputError
-from holdfast.inputs import Batch, InputRange, batches, check_images, in_memory, length, take, watched
+from holdfast.inputs import Batch, InputRange, batches, check_images, extremes, in_memory, length, take, watched
 
 N = 11
 IMAGES = torch.rand(N, 1, 3, 2, generator=torch.Generator().manual_seed(0))
@@ -127,6 +127,17 @@ def test_batches_have_the_size_asked_for() -> None:
     assert [len(part) for part in batches(LABELLED["loader"](), size=2)] == [4, 4, 3]  # a loader knows best
 
 
+def test_small_examples_in_memory_come_in_larger_batches() -> None:
+    """A million numbers at a time where they are only cut; what has to be read keeps its 256."""
+    many, labels = torch.zeros(3000, 1024), torch.zeros(3000, dtype=torch.int64)
+    for data in (many, many.numpy(), (many, labels), (many.numpy(), labels.numpy())):
+        assert [len(part) for part in batches(data)] == [1024, 1024, 952]
+    for data in (TensorDataset(many, labels), (many[:300].tolist(), labels[:300].tolist())):
+        assert next(batches(data)).images.shape == (256, 1024)
+    large = torch.zeros(1, 1, 1).expand(600, 100, 100)
+    assert [len(part) for part in batches(large)] == [256, 256, 88]
+
+
 def test_a_batch_is_indexed_all_at_once() -> None:
     batch, index = Batch(IMAGES, LABELS, torch.arange(N) + 100), torch.tensor([7, 2])
     part = batch[index]
@@ -221,6 +232,26 @@ def test_pixels_in_range_and_attacked_ones_are_not() -> None:
     """Warnings are errors here: [0, 1] is fine, and so is an image that an attack or its noise has moved a little."""
     for images in (IMAGES, IMAGES - 0.7, IMAGES + 0.7, torch.zeros(2, 3), torch.ones(2, 3)):
         assert torch.equal(check_images(images), images)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_one_bad_number_is_found_wherever_it_is(value: float, dtype: torch.dtype) -> None:
+    for at in (0, 7, 36, 65):
+        images = IMAGES.to(dtype).clone()
+        images.view(-1)[at] = value
+        with pytest.raises(InputError, match=rf"NaN or infinity, first in image {at // 6} of the batch"):
+            check_images(images)
+
+
+def test_extremes_are_those_of_every_number() -> None:
+    values = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))
+    for some in (values, values.transpose(0, 2), values[::2], values.double(), values.requires_grad_()):
+        assert extremes(some) == (some.min().item(), some.max().item())
+
+
+def test_images_none_of_which_has_a_pixel_are_let_through() -> None:
+    assert check_images(torch.zeros(0, 1, 2, 2)).shape == (0, 1, 2, 2)
 
 
 def test_vectors_are_in_their_owners_units() -> None:

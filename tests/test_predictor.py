@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import holdfast
 from holdfast.attacks import NoisyModel
 from holdfast.calibration import calibrate, conformalize
-from holdfast.conformal import Guarantee
+from holdfast.conformal import Guarantee, conformal_rank, exact_level
 from holdfast.draws import Draws
 from holdfast.errors import HoldfastWarning, InputError
 from holdfast.methods import METHODS, Setting, get_method
@@ -527,6 +528,66 @@ def test_sets_do_not_depend_on_the_batch_size(batch_size: int, exact: Predictor,
     other = calibrate(smoother, CAL, method="exact", holdout=HELD, **{**ASK, "sigma": None})
     assert other.levels[0.1, 0.05].threshold == pytest.approx(exact.levels[0.1, 0.05].threshold, abs=1e-5)
     assert equal_but_for_ties(other.predict(TEST[0], seed=3), exact.predict(TEST[0], seed=3))
+
+
+@pytest.mark.parametrize("score", ["hps", "aps"])
+@pytest.mark.parametrize("name", ["cp", "rscp", "exact"])
+@trivial_is_fine
+def test_scores_are_computed_in_pieces(
+    name: str, score: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU looks at a few images at a time: thresholds and sets are the same to the last bit."""
+    ask = {**ASK, "method": name, "score": score, "epsilon": [0.01, 0.05], "holdout": HELD}
+    whole = calibrate(model, CAL, **ask)
+    sets = whole.predict_all(TEST[0], seed=3, nested=True)
+    monkeypatch.setattr("holdfast.draws.PIECE", 100)
+    few = calibrate(model, CAL, **ask)
+    assert [one.threshold for one in few.levels.values()] == [one.threshold for one in whole.levels.values()]
+    for level, own in few.predict_all(TEST[0], seed=3, nested=True).items():
+        assert torch.equal(own.mask, sets[level].mask)
+
+
+@pytest.mark.parametrize("classes", [3, 10, 1000])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.filterwarnings("ignore:the model is right on only:holdfast.HoldfastWarning")
+def test_calibration_points_below_the_threshold_are_covered(classes: int, ties: bool) -> None:
+    """Without noise a calibration point scores the same when it is predicted, to the last bit: at every alpha the point
+    whose score is the threshold is in.
+
+    Calibration scores true labels only. Were that a rounding away from the scores of all labels, whole atoms of tied
+    scores would be lost.
+    """
+    generator = torch.Generator().manual_seed(classes)
+    logits = 4 * torch.randn(300, classes, generator=generator)
+    logits = logits[torch.arange(300) % 4] if ties else logits
+    labels = torch.where(torch.rand(300, generator=generator) < 0.7, logits.argmax(dim=1), torch.arange(300) % classes)
+    alphas = [percent / 100 for percent in range(1, 100)]
+    predictor = calibrate(
+        lambda x: x, (logits, labels), alpha=alphas, epsilon=0.0, sigma=0.0, method="cp", draws=1, seed=0
+    )
+    for (alpha, _), sets in predictor.predict_all(logits).items():
+        covered = int(sets.mask.gather(1, labels[:, None]).sum())
+        rank = conformal_rank(300, exact_level(alpha))
+        assert covered >= rank if ties else covered == rank
+
+
+def test_only_randomised_scores_and_rules_draw_numbers(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number takes some hundred kernels; nobody needs it for HPS or a boundary that is not randomised."""
+    drawn: list[str] = []
+    monkeypatch.setattr(
+        Stream, "uniform", lambda self, ids, purpose: drawn.append(purpose) or torch.full((len(ids),), 0.5)
+    )
+    for score, expected in (("hps", set()), ("aps", {"aps"})):
+        predictor = calibrate(model, CAL, method="exact", holdout=HELD, score=score, **ASK)
+        predictor.predict(TEST[0])
+        assert set(drawn) == expected
+        drawn.clear()
+    (level, calibrated), *_ = predictor.levels.items()
+    assert isinstance(calibrated.rule, Exact)
+    rule = replace(calibrated.rule, gamma=0.5)
+    predictor.levels[level] = replace(calibrated, rule=rule)
+    predictor.predict(TEST[0])
+    assert set(drawn) == {"aps", "boundary"}
 
 
 def test_numerics_reach_the_network() -> None:

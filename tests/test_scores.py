@@ -16,7 +16,21 @@ from scipy import stats
 from torch import Tensor
 
 from holdfast.errors import InputError
-from holdfast.scores import APS, HPS, RAPS, CustomScore, Score, aps, get_score, hps, log_odds, raps
+from holdfast.scores import (
+    APS,
+    HPS,
+    RAPS,
+    CustomScore,
+    Score,
+    aps,
+    as_logits,
+    get_score,
+    hps,
+    log_odds,
+    log_odds_of,
+    raps,
+    top_label,
+)
 from holdfast.transforms import PTT
 
 patient = settings(deadline=None, derandomize=True)
@@ -92,6 +106,85 @@ def test_log_odds_keep_the_order_that_float32_hps_loses() -> None:
     for a, b in pairwise(order):
         if exact[b] - exact[a] > 1e-4 * (1 + abs(exact[a])):
             assert fast[a] < fast[b]
+
+
+def test_log_odds_reach_as_far_as_logits_do() -> None:
+    """The top label's odds are no difference and no quotient: gaps that exp cannot express are still told apart."""
+    logits = torch.tensor([[0.0, -gap, -gap - 1] for gap in (20.0, 90.0, 200.0, 3e38)])
+    rest = math.log1p(math.exp(-1))
+    expected = [[-gap + rest, gap, gap + 1] for gap in (20.0, 90.0, 200.0, 3e38)]
+    torch.testing.assert_close(log_odds(logits), torch.tensor(expected))
+    almost_even = torch.tensor([0.0, -1e-9])
+    assert torch.equal(log_odds(almost_even), almost_even.flip(0) - almost_even)  # of two labels, their difference
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(2,), (5, 3), (40, 3, 10), (33, 1000)])
+def test_log_odds_of_one_label_are_those_of_all_to_the_last_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Calibration scores one label and prediction all: a rounding apart, tied scores would fall on either side."""
+    generator = torch.Generator().manual_seed(4)
+    for scale in (0.5, 5.0, 50.0):
+        logits = (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+        for values in (logits, logits.round(), logits.masked_fill(logits < -scale, -torch.inf)):
+            every = log_odds(values)
+            for label in {0, 1, shape[-1] - 1}:
+                labels = torch.full(shape[:-1], label)
+                assert torch.equal(log_odds_of(values, labels), every[..., label])
+            top = values.argmax(dim=-1)
+            assert torch.equal(log_odds_of(values, top), every.gather(-1, top[..., None])[..., 0])
+
+
+class Turned(HPS):
+    """Orders the other way round."""
+
+    def order(self, logits: Tensor, u: Tensor | float = 0.0) -> Tensor:
+        return -log_odds(logits)
+
+
+@pytest.mark.parametrize(
+    "score", [HPS(), APS(), RAPS(), Turned(), CustomScore(lambda x: -x)], ids=lambda one: type(one).__name__
+)
+def test_the_order_of_one_label_is_that_of_all(score: Score) -> None:
+    logits, u = torch.randn(20, 3, 6), torch.rand(20, 1)
+    labels = torch.arange(20)[:, None].expand(20, 3) % 6
+    own = score.order(logits, u).gather(-1, labels[..., None])[..., 0]
+    assert torch.equal(score.order_of(logits, labels, u), own)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_log_odds_have_their_gradient(scale: float) -> None:
+    """Attacks and training climb them: the gradient of log sum_{j != k} e^{l_j} - l_k, written as it stands."""
+    logits = (scale * torch.randn(8, 5, dtype=torch.float64)).requires_grad_()
+    weight, labels = torch.randn(8, 5, dtype=torch.float64), torch.arange(8) % 5
+    others = logits[:, None, :].masked_fill(torch.eye(5, dtype=torch.bool), -torch.inf)
+    naive = others.logsumexp(dim=-1) - logits
+    (expected,) = torch.autograd.grad((naive * weight).sum(), logits, retain_graph=True)
+    (found,) = torch.autograd.grad((log_odds(logits) * weight).sum(), logits)
+    torch.testing.assert_close(found, expected)
+    (expected,) = torch.autograd.grad(naive[torch.arange(8), labels].sum(), logits)
+    (found,) = torch.autograd.grad(log_odds_of(logits, labels).sum(), logits)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_top_label_is_the_first_of_the_largest(dtype: torch.dtype) -> None:
+    logits = torch.randint(-3, 4, (7, 4, 9), generator=torch.Generator().manual_seed(0)).to(dtype)
+    first = [[row.index(max(row)) for row in rows] for rows in logits.tolist()]
+    for values in (logits, logits.requires_grad_(), logits.detach().transpose(0, 2).contiguous().transpose(0, 2)):
+        assert top_label(values).tolist() == first
+    assert top_label(logits[0, 0]).tolist() == first[0][0]
+
+
+def test_probabilities_of_any_precision_are_finite_logits() -> None:
+    for dtype, wide in (
+        (torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):  # fmt: skip
+        probabilities = torch.tensor([[0.25, 0.75, 0.0], [1.0, 0.0, 0.0]], dtype=dtype)
+        logits = as_logits(probabilities)
+        assert logits.dtype == wide
+        assert logits.isfinite().all()
+        torch.testing.assert_close(logits.softmax(dim=-1).to(dtype), probabilities, rtol=0, atol=1e-7)
 
 
 @patient

@@ -350,6 +350,21 @@ def test_outputs_that_are_no_logits_are_refused(model: Callable[[Tensor], Tensor
         Smoother(model, 0.2).logits(torch.rand(2, *SHAPE), 3, Stream(0, "test"))
 
 
+@pytest.mark.parametrize("sigma", [0.0, 0.2])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_one_bad_logit_of_many_is_refused(value: float, sigma: float) -> None:
+    def model(x: Tensor) -> Tensor:
+        logits = x.flatten(1).clone()
+        logits[-1, 3] = value
+        return logits
+
+    images, stream = torch.rand(5, *SHAPE), Stream(0, "test")
+    with pytest.raises(InputError, match="NaN or infinite logits"):
+        Smoother(model, sigma).logits(images, 3, stream)
+    with pytest.raises(InputError, match="NaN or infinite logits"):
+        Smoother(model, sigma).reduce(images, 3, stream, lambda batch, logits: logits)
+
+
 @pytest.mark.parametrize(
     ("images", "match"),
     [

@@ -38,6 +38,7 @@ FIRST = (
     "conformalize",
     "load",
     "Predictor",
+    "split_conformal",
     "PredictionSets",
     "Guarantee",
     "Evaluation",

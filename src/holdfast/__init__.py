@@ -14,6 +14,7 @@ from holdfast.errors import HoldfastWarning, InputError
 from holdfast.methods import METHODS
 from holdfast.metrics import Evaluation, evaluate
 from holdfast.noise import Stream
+from holdfast.plain import split_conformal
 from holdfast.predictor import Predictor
 from holdfast.scores import APS, HPS, RAPS, CustomScore, Score
 from holdfast.sets import PredictionSets
@@ -51,5 +52,6 @@ __all__ = [
     "fingerprint",
     "load",
     "scores",
+    "split_conformal",
     "transforms",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from holdfast.errors import InputError
 from holdfast.inputs import check_images
 from holdfast.methods.exact import CountRule
 from holdfast.noise import Stream, fresh_seed
-from holdfast.predictor import Predictor, noisy_scores
+from holdfast.predictor import Predictor, noisy_scores_of, score_uniform
 from holdfast.progress import Bar, Report
 from holdfast.smoothing import Classifier, evaluation_mode
 
@@ -117,9 +117,9 @@ class SmoothedScore:
 
     def __call__(self, logits: Tensor, labels: Tensor, ids: Tensor) -> Tensor:
         (alpha, _), calibrated = next(iter(self.predictor.levels.items()))
-        u = self.stream.uniform(ids, "aps")
+        u = score_uniform(self.predictor.score, self.stream, ids)
         kind = "order" if calibrated.kind == "ptt" else calibrated.kind
-        own = noisy_scores(self.predictor.score, kind, logits, u).of_label(labels).values
+        own = noisy_scores_of(labels, self.predictor.score, kind, logits, u).values
         if calibrated.kind == "ptt":
             ptt = self.predictor.ptt(alpha, own.device)
             assert ptt is not None
@@ -150,8 +150,8 @@ class CountMargin:
         calibrated = next(iter(self.predictor.levels.values()))
         rule = calibrated.rule
         assert isinstance(rule, CountRule)
-        u = self.stream.uniform(ids, "aps")
-        own = noisy_scores(self.predictor.score, "order", logits, u).of_label(labels).values
+        u = score_uniform(self.predictor.score, self.stream, ids)
+        own = noisy_scores_of(labels, self.predictor.score, "order", logits, u).values
         descending = own.sort(dim=-1, descending=True).values
         draws = own.shape[-1]
         centre = min(draws - 1, round((rule.kappa + 0.5) / rule.test_draws * draws - 0.5))

@@ -21,9 +21,9 @@ from holdfast.methods import Method, Setting, get_method
 from holdfast.methods.exact import Exact, ExactAsymmetric
 from holdfast.metrics import check_labels
 from holdfast.noise import Stream, fresh_seed
-from holdfast.predictor import Calibrated, Level, Predictor, noisy_scores, score_kind
+from holdfast.predictor import Calibrated, Level, Predictor, noisy_scores, noisy_scores_of, score_kind, score_uniform
 from holdfast.progress import Bar, Report
-from holdfast.scores import Score, get_score
+from holdfast.scores import Score, get_score, top_label
 from holdfast.smoothing import Classifier, Smoother, evaluation_mode
 from holdfast.smoothing import fingerprint as model_fingerprint
 from holdfast.transforms import PTT
@@ -266,7 +266,7 @@ class _Parts:
             position += len(batch)
             for role, mask in (("holdout", held), ("calibration", ~held)):
                 if mask.any():
-                    yield role, batch[mask.nonzero()[:, 0]]
+                    yield role, batch if mask.all() else batch[mask.nonzero()[:, 0]]
 
 
 @dataclass
@@ -306,21 +306,23 @@ def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, on
     bar = Bar("smoothing", None if only_holdout else length(parts.data), smoother.progress)
     with evaluation_mode(smoother.model), bar:
         for role, batch in _small(source, smoother, draws):
-            inputs = InputRange.of(batch.images) if inputs is None else inputs.union(InputRange.of(batch.images))
+            seen_here = InputRange.of(batch.images)
+            inputs = seen_here if inputs is None else inputs.union(seen_here)
             logits = smoother.logits(batch.images, draws[role], streams[role], batch.ids)
             if seen == 0:
                 _warn_of_probabilities(logits)
             assert batch.labels is not None
             y = check_labels(batch.labels, len(batch), logits.shape[2]).to(logits.device)
             classes = logits.shape[2]
-            right += float((logits.argmax(dim=-1) == y[:, None]).double().mean(dim=1).sum())
+            right += float((top_label(logits) == y[:, None]).double().mean(dim=1).sum())
             seen += len(batch)
-            scores = noisy_scores(
-                request.score, kind, logits, streams[role].uniform(batch.ids.to(logits.device), "aps")
-            )
-            kept[role].append((scores if role == "holdout" else scores.of_label(y)).values.cpu())
+            u = score_uniform(request.score, streams[role], batch.ids.to(logits.device))
             if role == "holdout":
+                scores = noisy_scores(request.score, kind, logits, u)
                 labels.append(y.cpu())
+            else:
+                scores = noisy_scores_of(y, request.score, kind, logits, u)
+            kept[role].append(scores.values.cpu())
             bar.advance(len(batch))
     holdout = Holdout(Draws(torch.cat(kept["holdout"])), torch.cat(labels)) if labels else None
     calibration = Draws(torch.cat(kept["calibration"])) if kept["calibration"] else None
@@ -328,7 +330,7 @@ def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, on
 
 
 def _warn_of_probabilities(logits: Tensor) -> None:
-    if bool((logits >= 0).all()) and bool(((logits.sum(dim=-1) - 1).abs() < 1e-3).all()):
+    if bool(logits.amin() >= 0) and bool(((logits.sum(dim=-1) - 1).abs() < 1e-3).all()):
         warnings.warn(
             "the model seems to return probabilities where logits are expected, so its scores are squeezed together and sets "
             "will be large; return logits, or the logarithm of the probabilities",

@@ -10,21 +10,37 @@ from torch import Tensor
 
 from holdfast.errors import InputError
 
-PIECE = 2**20  # numbers looked at together on a CPU
+PIECE = 2**18  # numbers looked at together on a CPU
+
+
+def pieces(values: Tensor) -> list[slice]:
+    """So many points at a time that what is allocated in between stays in a CPU's cache.
+
+    Fresh memory is what large computations wait for on a CPU; a GPU has its own pool and takes all at once.
+
+    Example:
+        >>> pieces(torch.ones(5, PIECE // 2))
+        [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]
+    """
+    if values.device.type != "cpu" or values.numel() <= PIECE:
+        return [slice(0, len(values))]
+    rows = max(1, PIECE // values[0].numel())
+    return [slice(at, at + rows) for at in range(0, len(values), rows)]
 
 
 def in_pieces(values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """``function`` of so many points at a time that what it allocates in between stays in a CPU's cache.
-
-    Fresh memory is what large reductions wait for on a CPU; a GPU has its own pool and takes all at once.
+    """``function`` of some points at a time, see :func:`pieces`.
 
     Example:
         >>> in_pieces(torch.ones(5, 2**20), lambda part: part.sum(dim=1))[0]
         tensor(1048576.)
     """
-    if values.device.type != "cpu" or values.numel() <= PIECE:
-        return function(values)
-    return torch.cat([function(part) for part in values.split(max(1, PIECE // values[0].numel()))])
+    return joined([function(values[part]) for part in pieces(values)])
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """What pieces gave, as one; no copy where there was one piece."""
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 class Draws:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -34,18 +35,29 @@ class Batch:
         return Batch(self.images.to(device), self.labels, self.ids.to(device))
 
 
+def extremes(values: Tensor) -> tuple[float, float]:
+    """The smallest and the largest value in one pass; NaN where there is one, so they tell whether all are finite.
+
+    Example:
+        >>> extremes(torch.tensor([3.0, 1.0, 2.0])), extremes(torch.tensor([3.0, torch.nan]))
+        ((1.0, 3.0), (nan, nan))
+    """
+    low, high = torch.stack(values.aminmax()).tolist()
+    return low, high
+
+
 @dataclass(frozen=True)
 class InputRange:
     """Shape and range of the inputs that a predictor was calibrated on.
 
     Example:
-        >>> seen = InputRange.of(torch.rand(5, 1, 2, 2)).union(InputRange.of(torch.rand(3, 1, 2, 2)))
+        >>> seen = InputRange.of(torch.zeros(5, 1, 2, 2)).union(InputRange.of(torch.ones(3, 1, 2, 2)))
         >>> seen.shape
         (1, 2, 2)
-        >>> seen.check(255 * torch.rand(5, 1, 2, 2), epsilon=0.5)
+        >>> seen.check(255 * torch.ones(5, 1, 2, 2), epsilon=0.5)
         Traceback (most recent call last):
         ...
-        holdfast.errors.InputError: the predictor was calibrated on values in [0..., 0...], got values in ...
+        holdfast.errors.InputError: the predictor was calibrated on values in [0, 1], got values in [255, 255]; ...
     """
 
     shape: tuple[int, ...] | None  # None where images of several shapes were seen
@@ -54,7 +66,7 @@ class InputRange:
 
     @classmethod
     def of(cls, images: Tensor) -> InputRange:
-        return cls(tuple(images.shape[1:]), float(images.min()), float(images.max()))
+        return cls(tuple(images.shape[1:]), *extremes(images))
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> InputRange:
@@ -79,7 +91,7 @@ class InputRange:
             )
         if images.ndim < 3 or not images.is_floating_point() or images.numel() == 0:
             return  # features may have outliers; what is not float is refused elsewhere
-        low, high = float(images.min()), float(images.max())
+        low, high = extremes(images)
         reach = 2 * max(1.0, self.high - self.low) + epsilon
         if low < self.low - reach or high > self.high + reach:
             raise InputError(
@@ -95,7 +107,7 @@ class _Watched:
         self.data, self.look = data, look
 
     def __iter__(self) -> Iterator[Any]:
-        for raw in _raw_batches(self.data, 256):
+        for raw in _raw_batches(self.data):
             self.look(_pair(raw)[0])
             yield raw
 
@@ -169,13 +181,14 @@ def take(data: Any, rows: Sequence[int] | Tensor) -> Any:
     )
 
 
-def batches(data: Any, ids: Any = None, size: int = 256, labelled: bool = False) -> Iterator[Batch]:
+def batches(data: Any, ids: Any = None, size: int | None = None, labelled: bool = False) -> Iterator[Batch]:
     """Read ``data`` once, in order.
 
     Args:
         data: images; ``(images, labels)``; a dataset; a ``DataLoader``; or any iterable of such batches.
         ids: integers that key the noise, one per example; positions by default.
-        size: examples per batch where the data do not come in batches already.
+        size: examples per batch where the data do not come in batches already; by default 256, or more small ones that are
+            in memory.
         labelled: whether labels are required.
     """
     offset = 0
@@ -222,11 +235,11 @@ def check_images(images: Any, first: bool = True) -> Tensor:
             f"expected float images in [0, 1], got {images.dtype}; convert with images.float() / 255 (epsilon and sigma "
             "are in those units)"
         )
-    if not images.isfinite().all():
+    low, high = extremes(images) if images.numel() else (0.0, 0.0)
+    if not (math.isfinite(low) and math.isfinite(high)):
         bad = int((~images.isfinite()).flatten(1).any(dim=1).nonzero()[0, 0])
         raise InputError(f"images contain NaN or infinity, first in image {bad} of the batch; clean the data first")
-    if first and images.ndim > 2 and images.numel():
-        low, high = float(images.min()), float(images.max())
+    if first and images.ndim > 2:
         if high > 8:
             warnings.warn(
                 f"pixels reach {high:g}: images seem to be in 0-255, so epsilon and sigma would be 255 times too small; "
@@ -242,21 +255,66 @@ def check_images(images: Any, first: bool = True) -> Tensor:
     return images
 
 
-def _raw_batches(data: Any, size: int) -> Iterator[Any]:
+def check_table(values: Any, what: str) -> Tensor:
+    """One float number per point and class, [n, K], or an error; ``what`` says in its message what was expected."""
+    try:
+        table = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"expected {what} as a tensor or array, got {type(values).__name__}") from None
+    if table.ndim != 2 or not table.is_floating_point() or len(table) == 0 or table.shape[1] < 2:
+        raise InputError(
+            f"expected {what} [n, classes], at least 1 point and at least 2 classes, got {tuple(table.shape)} of {table.dtype}"
+        )
+    return table
+
+
+def check_probabilities(values: Any, what: str) -> Tensor:
+    """A table whose rows are probabilities, or an error.
+
+    Example:
+        >>> check_probabilities(torch.tensor([[0.5, 0.75]]), "probabilities")
+        Traceback (most recent call last):
+        ...
+        holdfast.errors.InputError: expected probabilities, rows that sum to 1, got values in [0.5, 0.75] with sums in [1.25, 1.25]; are they logits?
+    """
+    table = check_table(values, what)
+    (low, high), (least, most) = extremes(table), extremes(table.sum(dim=1))
+    # NaN fails every comparison, so it is refused here as well. Half precision sums to 1 within a hundredth.
+    if not (low >= -1e-6 and least > 0.99 and most < 1.01):
+        raise InputError(
+            f"expected {what}, rows that sum to 1, got values in [{low:.3g}, {high:.3g}] with sums in [{least:.3g}, "
+            f"{most:.3g}]; are they logits?"
+        )
+    return table
+
+
+_USUAL = 256  # examples per batch
+_SMALL = 2**20  # numbers in a batch of small examples: few batches, each of which a CPU's cache can hold
+
+
+def _rows(images: Any) -> int:
+    """Examples per batch where they need not be read, only cut."""
+    each = math.prod(images.shape[1:]) if isinstance(images, Tensor | np.ndarray) else _SMALL
+    return max(_USUAL, _SMALL // max(1, each))
+
+
+def _raw_batches(data: Any, size: int | None = None) -> Iterator[Any]:
     if isinstance(data, Tensor | np.ndarray):
+        size = size or _rows(data)
         for at in range(0, len(data), size):
             yield data[at : at + size]
     elif _is_pair(data):
         images, labels = data[0], torch.as_tensor(data[1])
         if len(images) != len(labels):
             raise InputError(f"expected as many labels as images, got {len(images)} images and {len(labels)} labels")
+        size = size or _rows(images)
         for at in range(0, len(images), size):
             yield images[at : at + size], labels[at : at + size]
     elif isinstance(data, DataLoader):
         yield from data
     elif isinstance(data, Dataset):
         own: Any = getattr(data, "loader", None)  # one with workers
-        yield from DataLoader(data, batch_size=size) if own is None else own(size)
+        yield from DataLoader(data, batch_size=size or _USUAL) if own is None else own(size or _USUAL)
     elif isinstance(data, Iterable) and not isinstance(data, str | bytes | dict):
         yield from data
     else:

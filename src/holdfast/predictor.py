@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from holdfast.arrivals import Gathered
 from holdfast.conformal import Guarantee
-from holdfast.draws import Draws
+from holdfast.draws import Draws, joined, pieces
 from holdfast.early_exit import Vote
 from holdfast.errors import InputError
 from holdfast.inputs import Batch, InputRange, batches, length, watched
@@ -55,6 +56,19 @@ def noisy_scores(score: Score, kind: str, logits: Tensor, u: Tensor, ptt: PTT | 
     if not score.sound and scores.isnan().any():
         raise InputError(f"score {score.name!r} returned NaN; a NaN has no rank, so it carries no guarantee")
     return Draws(scores.transpose(1, 2).contiguous(), unit=kind == "ptt" or (kind == "plain" and score.sound))
+
+
+def noisy_scores_of(labels: Tensor, score: Score, kind: str, logits: Tensor, u: Tensor) -> Draws:
+    """:func:`noisy_scores` of one label per image [n, N], ``plain`` or ``order``."""
+    if kind != "order" or not score.sound:  # what may be NaN is looked at as a whole
+        return noisy_scores(score, kind, logits, u).of_label(labels)
+    labels = labels[:, None].expand(logits.shape[:2])
+    return Draws(joined([score.order_of(logits[p], labels[p], u[p, None]) for p in pieces(logits)]))
+
+
+def score_uniform(score: Score, stream: Stream, ids: Tensor) -> Tensor:
+    """The uniform number of every image that a randomised score uses; zeros for the others."""
+    return stream.uniform(ids, "aps") if score.randomized else torch.zeros(len(ids), device=ids.device)
 
 
 class Predictor:
@@ -150,7 +164,7 @@ class Predictor:
         if nested:
             wanted = [(a, e) for a, e in self.levels if a == level[0] and e <= level[1]]
         masks, used = (self._masks_early if early_exit else self._masks)(images, wanted, ids, seed)
-        mask = torch.stack([masks[item] for item in wanted]).any(dim=0)
+        mask = reduce(torch.logical_or, masks.values())
         return PredictionSets(mask, self.guarantee_for(*level), self.class_names, used)
 
     predict_set = predict
@@ -162,7 +176,7 @@ class Predictor:
         masks, _ = self._masks(images, list(self.levels), ids, seed)
         if nested:
             masks = {
-                (a, e): torch.stack([masks[b, f] for b, f in self.levels if b == a and f <= e]).any(dim=0)
+                (a, e): reduce(torch.logical_or, (masks[b, f] for b, f in self.levels if b == a and f <= e))
                 for a, e in self.levels
             }
         return {key: PredictionSets(mask, self.guarantee_for(*key), self.class_names) for key, mask in masks.items()}
@@ -197,7 +211,8 @@ class Predictor:
         def exceeded(some: Batch, span: range) -> Tensor:
             logits = self.smoother.logits(some.images, span, stream, some.ids)
             self._expect_classes(logits)
-            scores = noisy_scores(self.score, "order", logits, stream.uniform(some.ids.to(logits.device), "aps"))
+            u = score_uniform(self.score, stream, some.ids.to(logits.device))
+            scores = noisy_scores(self.score, "order", logits, u)
             return vote.above(scores, span)
 
         with Bar("smoothing", total, self.smoother.progress) as bar:
@@ -221,11 +236,17 @@ class Predictor:
     ) -> dict[Level, Tensor]:
         """Sets from noisy logits [n, N, K] that this predictor's smoother made."""
         self._expect_classes(logits)
-        ids = ids.to(logits.device)
-        u, v = stream.uniform(ids, "aps"), stream.uniform(ids, "boundary")
+        levels, ids = list(self.levels) if wanted is None else wanted, ids.to(logits.device)
+        u = score_uniform(self.score, stream, ids)
+        randomized = any(self.levels[level].rule.randomized for level in levels)
+        v = stream.uniform(ids, "boundary") if randomized else torch.zeros_like(u)
+        parts = [self._decide(logits[part], u[part], v[part], levels) for part in pieces(logits)]
+        return {level: joined([masks[level] for masks in parts]) for level in levels}
+
+    def _decide(self, logits: Tensor, u: Tensor, v: Tensor, levels: Sequence[Level]) -> dict[Level, Tensor]:
         cache: dict[tuple[str, float], Draws] = {}
         masks = {}
-        for level in self.levels if wanted is None else wanted:
+        for level in levels:
             calibrated = self.levels[level]
             key = (calibrated.kind, level[0] if calibrated.kind == "ptt" else 0.0)
             if key not in cache:

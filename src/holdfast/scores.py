@@ -15,11 +15,39 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from holdfast.errors import InputError
+
+
+def top_label(logits: Float[Tensor, "*b k"]) -> Int[Tensor, "*b"]:
+    """The label with the largest logit, the first of several.
+
+    Example:
+        >>> top_label(torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, 1.0]]))
+        tensor([1, 0])
+    """
+    if logits.device.type != "cpu" or logits.dtype == torch.bfloat16:
+        return logits.argmax(dim=-1)
+    # numpy's argmax is vectorised where torch's goes number by number: ten times faster for a thousand classes.
+    return torch.from_numpy(np.asarray(logits.detach().numpy().argmax(axis=-1)))
+
+
+_LEAST = 1e-30  # exp(-69): far below what a float32 softmax tells from 0, and still a normal number
+
+
+def as_logits(probabilities: Float[Tensor, "*b k"]) -> Float[Tensor, "*b k"]:
+    """Probabilities as logits: their logarithm, finite also where one is 0, in float32 at least.
+
+    Example:
+        >>> as_logits(torch.tensor([0.25, 0.75, 0.0])).softmax(dim=-1)
+        tensor([2.5000e-01, 7.5000e-01, 1.0000e-30])
+    """
+    wide = torch.promote_types(probabilities.dtype, torch.float32)
+    return probabilities.to(wide).clamp_min(_LEAST).log()
 
 
 def hps(logits: Float[Tensor, "*b k"]) -> Float[Tensor, "*b k"]:
@@ -31,8 +59,8 @@ def hps(logits: Float[Tensor, "*b k"]) -> Float[Tensor, "*b k"]:
         >>> hps(torch.tensor([40.0, 0.0, 0.0]))
         tensor([8.4967e-18, 1.0000e+00, 1.0000e+00])
     """
-    peak, top = logits.max(dim=-1, keepdim=True)
-    others = (logits - peak).exp().scatter(-1, top, 0.0)
+    top = top_label(logits)[..., None]
+    others = (logits - logits.gather(-1, top)).exp().scatter(-1, top, 0.0)
     rest = others.sum(dim=-1, keepdim=True)
     return (1 - others / (1 + rest)).scatter(-1, top, rest / (1 + rest))
 
@@ -45,15 +73,42 @@ def log_odds(logits: Float[Tensor, "*b k"]) -> Float[Tensor, "*b k"]:
         >>> torch.allclose(log_odds(logits).sigmoid(), hps(logits))
         True
     """
+    top, others, shares, second, rest = _beside_the_top(logits)
+    return _odds_against(shares, others, second, rest).scatter_(-1, top, rest.log() + second)
+
+
+def log_odds_of(logits: Float[Tensor, "*b k"], labels: Int[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+    """:func:`log_odds` of one label each by the same arithmetic, so equal to the last bit, at half the cost.
+
+    Example:
+        >>> logits, labels = torch.randn(5, 3), torch.tensor([0, 2, 1, 1, 0])
+        >>> torch.equal(log_odds_of(logits, labels), log_odds(logits)[torch.arange(5), labels])
+        True
+    """
+    top, others, shares, second, rest = _beside_the_top(logits)
+    own = labels[..., None]
+    odds = _odds_against(shares.gather(-1, own), others.gather(-1, own), second, rest)
+    return torch.where(own == top, rest.log() + second, odds)[..., 0]
+
+
+def _beside_the_top(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The top label; logits minus the top's, -inf at the top; their exponentials as multiples of the largest one; the
+    logarithm of that one, and the sum of the multiples.
+
+    The top label's odds are the sum over the others as it stands, so they neither cancel nor underflow.
+    """
     if logits.shape[-1] < 2:
         raise InputError(f"expected at least 2 classes, got {logits.shape[-1]}")
-    peak, top = logits.max(dim=-1, keepdim=True)
-    others = (logits - peak).scatter(-1, top, -torch.inf)
-    # Without the top label the sum over the others is taken as it stands; for every other label the top dominates it,
-    # so log(1 + rest - own) loses nothing.
-    rest = others.logsumexp(dim=-1, keepdim=True)
-    without = torch.log1p((rest.exp() - others.exp()).clamp_min(0)) - others
-    return without.scatter(-1, top, rest)
+    top = top_label(logits)[..., None]
+    others = (logits - logits.gather(-1, top)).scatter_(-1, top, -torch.inf)
+    second = others.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(others.dtype).min)  # all others may be impossible
+    shares = (others - second).exp_()
+    return top, others, shares, second, shares.sum(dim=-1, keepdim=True)
+
+
+def _odds_against(shares: Tensor, others: Tensor, second: Tensor, rest: Tensor) -> Tensor:
+    """Log-odds of labels other than the top one, which dominates the sum: log(1 + rest - own) loses nothing."""
+    return (rest - shares).mul_(second.exp()).log1p_().sub_(others)
 
 
 def aps(logits: Float[Tensor, "*b k"], u: Float[Tensor, "*#b"] | float) -> Float[Tensor, "*b k"]:
@@ -126,7 +181,7 @@ class Score(ABC):
     Attributes:
         name: what reports and saved predictors call it.
         bounded: whether values always lie in [0, 1]; RSCP and RSCP+ assume it, the count rules do not.
-        randomized: whether it uses ``u``, one uniform number per image.
+        randomized: whether it uses ``u``, one uniform number per image; other scores are handed zeros.
         sound: in [0, 1] and never NaN by construction, for any finite logits, so that nobody has to look at the values.
     """
 
@@ -142,6 +197,10 @@ class Score(ABC):
     def order(self, logits: Tensor, u: Tensor | float) -> Tensor:
         """An increasing function of the score, for methods that only compare; by default the score itself."""
         return self(logits, u)
+
+    def order_of(self, logits: Tensor, labels: Tensor, u: Tensor | float) -> Tensor:
+        """:meth:`order` of one label each ``[...]``, to the last bit: tied calibration and test scores must stay tied."""
+        return self.order(logits, u).gather(-1, labels[..., None])[..., 0]
 
     def config(self) -> dict[str, Any]:
         """What a saved predictor needs to build the same score again; scores of your own are code and not saved."""
@@ -163,6 +222,11 @@ class HPS(Score):
 
     def order(self, logits: Tensor, u: Tensor | float = 0.0) -> Tensor:
         return log_odds(logits)
+
+    def order_of(self, logits: Tensor, labels: Tensor, u: Tensor | float = 0.0) -> Tensor:
+        if type(self).order is not HPS.order:  # a subclass orders otherwise
+            return super().order_of(logits, labels, u)
+        return log_odds_of(logits, labels)
 
 
 @dataclass(frozen=True)

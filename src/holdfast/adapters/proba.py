@@ -11,9 +11,8 @@ from torch import Tensor
 
 from holdfast.adapters.state import state_digest
 from holdfast.errors import InputError
-
-# exp(-69): far below what a float32 softmax tells from 0, and still a normal number.
-LEAST = 1e-30
+from holdfast.inputs import check_probabilities
+from holdfast.scores import as_logits
 
 
 def log_probabilities(probs: Tensor, source: str = "the model") -> Tensor:
@@ -24,19 +23,7 @@ def log_probabilities(probs: Tensor, source: str = "the model") -> Tensor:
         tensor([[2.5000e-01, 7.5000e-01],
                 [1.0000e-30, 1.0000e+00]])
     """
-    if probs.ndim != 2 or not (probs.is_floating_point() and probs.shape[1] >= 2):
-        raise InputError(
-            f"expected {source} to return probabilities [n, classes] of at least 2 classes, got {tuple(probs.shape)} of {probs.dtype}"
-        )
-    probs = probs.double()
-    total = probs.sum(dim=1)
-    # NaN fails every comparison, so it is refused here as well. Half precision sums to 1 within a hundredth.
-    if not bool(((probs >= -1e-6).all(dim=1) & ((total - 1).abs() < 0.01)).all()):
-        raise InputError(
-            f"expected {source} to return probabilities, rows that sum to 1, got values in [{float(probs.min()):.3g}, "
-            f"{float(probs.max()):.3g}] with sums in [{float(total.min()):.3g}, {float(total.max()):.3g}]; are they logits?"
-        )
-    return probs.clamp_min(LEAST).log().float()
+    return as_logits(check_probabilities(probs, f"{source} to return probabilities").double()).float()
 
 
 class ProbabilityClassifier:

@@ -13,7 +13,7 @@ from holdfast.draws import Draws
 from holdfast.methods import CAS, BinCP
 from holdfast.methods.exact import CountRule
 from holdfast.noise import Stream
-from holdfast.predictor import Calibrated, Predictor, noisy_scores
+from holdfast.predictor import Calibrated, Predictor, noisy_scores, score_uniform
 
 
 def own_sets(
@@ -72,7 +72,7 @@ def bars(
 ) -> list[Bars]:
     """The bars of one image at every epsilon."""
     logits = predictor.smoother.logits(image, predictor.draws, stream, id)
-    u, v = stream.uniform(id.to(logits.device), "aps"), float(stream.uniform(id, "boundary"))
+    u, v = score_uniform(predictor.score, stream, id.to(logits.device)), float(stream.uniform(id, "boundary"))
     scores = {}
     found = []
     for epsilon in epsilons:

@@ -106,6 +106,11 @@ class Method(ABC):
         """The prediction sets."""
         return self.test_statistic(draws, v) <= threshold
 
+    @property
+    def randomized(self) -> bool:
+        """Whether sets depend on ``v``, one uniform number per image."""
+        return False
+
     def always_full(self, threshold: float) -> bool:
         """Whether this threshold keeps every label, whatever the query."""
         return threshold == math.inf

@@ -47,6 +47,10 @@ class CountRule(Method):
     compares_only = True
     uses_holdout = True
 
+    @property
+    def randomized(self) -> bool:
+        return self.gamma > 0
+
     def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
         strict = draws.largest(self.kappa + 1)  # at most t iff at most kappa draws exceed t
         if self.gamma == 0:
