@@ -75,7 +75,7 @@ def _rows(
         noisy_images_per_second=per_second,
     )  # fmt: skip
     alone = beside(f"noise alone, {what}", times["noise"], "bare forward", times["bare"], sizes)
-    if not options.quick and name == f"ResNet-{_depth(options)}":
+    if not options.quick:
         alone = goal(alone, at_most=0.01 if options.gpu else 0.05)
         whole = goal(whole, at_most=1.05 if classes == 10 else 1.08) if options.gpu else whole
     rest = f"scores and statistics alone, {what}"
@@ -84,12 +84,12 @@ def _rows(
 
 def measure(options: Options) -> dict[str, Any]:
     draws, batch = options.pick(8, 16, 64), options.pick(32, 256, 16384)
-    rows = []
+    depth, rows = options.pick(8, 20, 110), []
     for classes, images in ((10, options.pick(8, 64, 2048)), (1000, options.pick(8, 32, 2048))):
         data = cifar10(options, images)[0]
-        rows += _rows(network(options, classes), f"ResNet-{_depth(options)}", data, classes, draws, batch, options)
+        rows += _rows(network(options, classes), f"ResNet-{depth}", data, classes, draws, batch, options)
     if options.gpu and not options.quick:
         torch.manual_seed(0)
         model = ResNet50().eval().to(options.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        rows += _rows(model, "ResNet-50, 224 x 224", torch.rand(512, 3, 224, 224), 1000, 32, 2048, options)
+        rows += _rows(model, "ResNet-50, 224 x 224", torch.rand(128, 3, 224, 224), 1000, 32, 2048, options)
     return {"rows": rows}
