@@ -85,8 +85,10 @@ def split_conformal(
     own = [_draws(function, known[part], u[part]).of_label(labels[part]).values for part in pieces(known)]
     threshold = rule.threshold(rule.calibration_statistic(Draws(joined(own))))
     u = _uniform(function, Stream(seed, "test"), values)
-    masks = [rule.decide(_draws(function, values[part], u[part]), threshold) for part in pieces(values)]
-    return PredictionSets(joined(masks), guarantee, None if class_names is None else tuple(class_names))
+    mask = torch.empty_like(values, dtype=torch.bool)
+    for part in pieces(values):
+        mask[part] = rule.decide(_draws(function, values[part], u[part]), threshold)
+    return PredictionSets(mask, guarantee, None if class_names is None else tuple(class_names))
 
 
 def _level(alpha: Any) -> float:

@@ -240,8 +240,11 @@ class Predictor:
         u = score_uniform(self.score, stream, ids)
         randomized = any(self.levels[level].rule.randomized for level in levels)
         v = stream.uniform(ids, "boundary") if randomized else torch.zeros_like(u)
-        parts = [self._decide(logits[part], u[part], v[part], levels) for part in pieces(logits)]
-        return {level: joined([masks[level] for masks in parts]) for level in levels}
+        masks = {level: logits.new_empty(len(logits), self.classes, dtype=torch.bool) for level in levels}
+        for part in pieces(logits):
+            for level, mask in self._decide(logits[part], u[part], v[part], levels).items():
+                masks[level][part] = mask
+        return masks
 
     def _decide(self, logits: Tensor, u: Tensor, v: Tensor, levels: Sequence[Level]) -> dict[Level, Tensor]:
         cache: dict[tuple[str, float], Draws] = {}
