@@ -94,6 +94,16 @@ def evaluate_once(n: int, draws: int, classes: int, holdout: int) -> int:
     data = torch.rand(n, 3, 2, 2, generator=generator), torch.randint(classes, (n,), generator=generator)
     questions = Question(epsilon=EPSILON, methods=METHODS, transforms=("none",))
     evaluate_streaming(cheap(classes), data, questions, draws=draws, splits=2, holdout=holdout)
+    return peak_memory()
+
+
+def peak_memory() -> int:
+    """Bytes of this process at most. Linux begins ``ru_maxrss`` with what the parent had, so there its own record is read."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return 1024 * int(
+            next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:")).split()[1]
+        )
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
