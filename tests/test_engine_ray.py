@@ -86,6 +86,7 @@ class Run:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "holdfast", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=environment, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored by all that a shell runs in the background
         )  # fmt: skip
 
     @property

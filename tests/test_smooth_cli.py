@@ -87,6 +87,7 @@ def start(place: Path, words: Sequence[str], **environment: str) -> subprocess.P
     return subprocess.Popen(
         [sys.executable, "-m", "holdfast", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored by all that a shell runs in the background
     )  # fmt: skip
 
 
