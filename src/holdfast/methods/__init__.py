@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from holdfast.errors import InputError
 from holdfast.methods.base import Method, Setting
-from holdfast.methods.bincp import BinCP
-from holdfast.methods.cas import CAS
+from holdfast.methods.bincp import BinCP, BinCPSharp, BinCPThreshold
+from holdfast.methods.cas import CAS, CASTestTime
 from holdfast.methods.cp import SmoothedCP, SplitCP
 from holdfast.methods.exact import RCP1, Exact, ExactAsymmetric
 from holdfast.methods.rscp import RSCP, RSCPPlusBernstein, RSCPPlusHoeffding
@@ -22,7 +22,10 @@ METHODS: dict[str, type[Method]] = {
         ExactAsymmetric,
         RCP1,
         BinCP,
+        BinCPSharp,
+        BinCPThreshold,
         CAS,
+        CASTestTime,
     )
 }
 
@@ -40,6 +43,6 @@ def get_method(name: str) -> type[Method]:
 
 
 __all__ = [
-    "CAS", "METHODS", "RCP1", "RSCP", "BinCP", "Exact", "ExactAsymmetric", "Method", "RSCPPlusBernstein",
-    "RSCPPlusHoeffding", "Setting", "SmoothedCP", "SplitCP", "get_method",
+    "CAS", "METHODS", "RCP1", "RSCP", "BinCP", "BinCPSharp", "BinCPThreshold", "CASTestTime", "Exact", "ExactAsymmetric",
+    "Method", "RSCPPlusBernstein", "RSCPPlusHoeffding", "Setting", "SmoothedCP", "SplitCP", "get_method",
 ]  # fmt: skip
