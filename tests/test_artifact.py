@@ -45,6 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     "cp": {"method": "cp", "sigma": 0.0, "draws": 1, "calibration_draws": 1},
     "cp_smoothed": {"method": "cp_smoothed"},
     "bincp": {"method": "bincp", "draws": 128, "calibration_draws": 128},
+    "bincp_sharp": {"method": "bincp_sharp", "draws": 64, "calibration_draws": 64},
+    "bincp_threshold": {"method": "bincp_threshold", "draws": 128, "calibration_draws": 128},
     "cas": {"method": "cas", "transform": "none", "draws": 256, "calibration_draws": 256, "alpha": 0.2},
     "aps": {"method": "exact", "score": "aps"},
     "raps": {"method": "rscp", "score": RAPS(penalty=0.3, k_reg=2), "alpha": 0.2},

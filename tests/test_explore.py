@@ -115,7 +115,7 @@ def test_looking_again_shows_the_same_and_other_images_have_other_noise(explorer
     [
         ("cp", 1, {}), ("cp_smoothed", 8, {}), ("rscp", 8, {}), ("rscp_plus_hoeffding", 64, {}),
         ("rscp_plus_bernstein", 256, {}), ("exact", 4, {}), ("exact", 4, {"randomize": True}), ("rcp1", 1, {}),
-        ("bincp", 64, {}), ("cas", 64, {}), ("exact", 4, {"score": "aps"}), ("cp", 1, {"score": "aps"}),
+        ("bincp", 64, {}), ("bincp_threshold", 64, {}), ("cas", 64, {}), ("exact", 4, {"score": "aps"}), ("cp", 1, {"score": "aps"}),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore::holdfast.errors.HoldfastWarning")

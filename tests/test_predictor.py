@@ -104,7 +104,7 @@ def test_sets_are_what_the_theorem_says(name: str, score: str, model: nn.Module)
 @pytest.mark.parametrize("name", EVERY)
 def test_every_method_covers_clean_points(name: str, model: nn.Module) -> None:
     """Covered counts of cp and cp_smoothed follow the beta-binomial law, of the others at least; rate 1e-6 each."""
-    draws = 256 if "rscp_plus" in name or name in ("cas", "bincp") else 8
+    draws = 256 if name.startswith(("rscp_plus", "bincp", "cas")) else 8
     ask = {**ASK, "draws": draws, "calibration_draws": draws if name != "auto" else 16}
     predictor = calibrate(model, toy(160, seed=4), method=name, holdout=HELD, **ask)
     images, labels = toy(300, seed=5)
@@ -182,6 +182,8 @@ PROMISES: dict[str, tuple[int, dict[str, Any]]] = {
     "exact-randomised": (40, {"method": "exact", "draws": 2, "calibration_draws": 4, "randomize": True}),
     "exact_asymmetric-1": (40, {"method": "exact_asymmetric", "draws": 1, "calibration_draws": 4}),
     "bincp": (100, {"method": "bincp", "draws": 64}),
+    "bincp_sharp": (100, {"method": "bincp_sharp", "draws": 32}),
+    "bincp_threshold": (100, {"method": "bincp_threshold", "draws": 64}),
     "rscp_plus_hoeffding": (60, {"method": "rscp_plus_hoeffding", "draws": 256}),
 }
 
@@ -191,7 +193,7 @@ PROMISES: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("law", ["point", "mixture"])
 @pytest.mark.parametrize("case", list(PROMISES))
 def test_certified_coverage_survives_the_worst_attack(case: str, law: str) -> None:
-    """24 exact tests at 1e-7 each. On a point mass RCP1 attains alpha, up to the n in 1/(n+1): not below 0.12, at 1e-7."""
+    """32 exact tests at 1e-7 each. On a point mass RCP1 attains alpha, up to the n in 1/(n+1): not below 0.12, at 1e-7."""
     repetitions, options = PROMISES[case]
     clean, attacked = misses(law, repetitions, alpha=0.2, epsilon=0.3, sigma=0.25, **options)
     assert not too_many(clean, repetitions, 0.2)
