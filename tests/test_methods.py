@@ -287,10 +287,10 @@ def test_bincp_with_a_fixed_threshold_by_its_definition() -> None:
     assert 0.2 < expected.mean() < 0.95  # neither trivial
 
 
-def test_bincp_on_cifar_is_what_its_authors_code_gives(assets: Path) -> None:
-    """Their code on these logits gives 3.41 labels on average where the fixed-threshold form keeps all ten.
+def test_bincp_on_cifar_is_what_its_authors_formulas_give(assets: Path) -> None:
+    """About 3.41 labels on average, as reported for their code, where the fixed-threshold form keeps all ten.
 
-    Theirs interpolates the quantile of every point and bounds 0.8 x 64 = 51.2 successes; ours takes 52 of 64.
+    They interpolate the quantile of every point and bound 0.8 x 64 = 51.2 successes; we take 52 of 64.
     """
     name = "cifar10-resnet110-sigma0.25.test-logits-64.safetensors"
     logits, labels = read_arrays(assets / "models" / name, "logits", "labels")

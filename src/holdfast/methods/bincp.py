@@ -129,7 +129,8 @@ class BinCP(Shares):
 class BinCPSharp(BinCP):
     r"""The fixed-probability form without a union bound over calibration points.
 
-    Bounds at level eta (each side eta / 2), t at miscoverage :math:`(\alpha - \eta/2)(1 - \eta/2)`, eta = alpha / 10.
+    Bounds at level eta (each side eta / 2), t at miscoverage :math:`(\alpha - \eta/2)(1 - \eta/2)`. Any eta fixed before
+    calibration will do; alpha / 10 is a choice made for small sets, not part of the proof.
 
     Proof. Imagine N clean draws of the query. Their m-th smallest, Z, is exchangeable with the :math:`t_i`:
     :math:`P[Z > t] \le (\alpha - \eta/2)(1 - \eta/2)`. Z > t says that fewer than m of N draws are at most t; where
