@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -43,6 +44,10 @@ class BinCP(Method):
     @property
     def _level(self) -> float:
         return self.eta / (self.setting.n + self.setting.classes)
+
+    @property
+    def spent(self) -> Fraction:
+        return exact_level(self.eta)
 
     def calibration_statistic(self, true: Draws) -> Tensor:
         return true.above(self.t)

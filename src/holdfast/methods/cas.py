@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -33,6 +34,10 @@ class CAS(Method):
     @property
     def _level(self) -> float:
         return self.eta / (self.setting.n + self.setting.classes)
+
+    @property
+    def spent(self) -> Fraction:
+        return exact_level(self.eta)
 
     def calibration_statistic(self, true: Draws) -> Tensor:
         return self._unit_interval(true).mean
