@@ -217,6 +217,7 @@ def hull_bracket(
     return min(max(float(safe) * (1 - 1e-9), 0.0), 1.0), min(float(chord) * (1 + 1e-9), 1.0)
 
 
+@lru_cache(maxsize=64)
 def hull_curve(
     calibration_draws: int, c: int, draws: int, kappa: int, r: float, gamma: float = 0.0
 ) -> tuple[ndarray, ndarray]:
@@ -227,7 +228,8 @@ def hull_curve(
         >>> 0.1 <= float(np.interp(0.037411, a, height)) < 0.102
         True
     """
-    z = np.union1d(_GRID, np.linspace(-9.0, 9.0, 4001))
+    cells = 4000 * min(int(max(calibration_draws, draws) ** 0.5), 16)  # f and h are the steeper the more draws
+    z = np.union1d(_GRID, np.linspace(-9.0, 9.0, cells + 1))
     f = binomial_tail(calibration_draws, c + 1, ndtr(z))
     h = miss_rate(np.append(z[1:], np.inf), draws, kappa, r, gamma)  # h(1) is 1 - gamma where kappa + 1 draws are all
     corners: list[tuple[float, float]] = []
@@ -507,5 +509,5 @@ def risk_control_law(n: int, alpha: float, low: float, high: float) -> tuple[nda
     width = max(high - low, 1e-300)
     x, v = min((mean - low) / width, 1.0), np.minimum((u - low) / width, 1.0)
     chernoff = np.where(v > x, np.exp(-n * (rel_entr(x, v) + rel_entr(1 - x, 1 - v))), 1.0)
-    bentkus = np.e * bdtr(np.ceil(n * x + 1e-9), n, v)
+    bentkus = np.e * bdtr(min(np.ceil(n * x + 1e-9), n), n, v)
     return u, np.minimum(chernoff, bentkus)

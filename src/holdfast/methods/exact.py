@@ -179,7 +179,7 @@ class ExactAsymmetric(CountRule):
     def supports(self, true: Draws, threshold: float) -> bool:
         g = torch.tensor(self.g, dtype=torch.float64)
         risk = (float(g[true.above(threshold).cpu()].sum()) + self.g[-1]) / (len(true) + 1)
-        return threshold == math.inf or (self.majorises and risk <= self.setting.alpha + 1e-9)
+        return threshold == math.inf or bool(self.majorises and risk <= self.setting.alpha + 1e-9)
 
     @property
     def _rises(self) -> tuple[ndarray, ndarray]:
