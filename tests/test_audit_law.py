@@ -281,7 +281,7 @@ def test_risk_control_law_at_its_edges() -> None:
 def test_the_null_promises_alpha_and_no_less(name: str, n: int) -> None:
     """The mean miss rate under the law is at most alpha (a conservative law of risk control may exceed it a little), and
     a coverage of 1 - alpha is never accused while one far below is."""
-    setting = setting_for(n, 1 if name == "rcp1" else 64, calibration_draws=64 if name == "exact_asymmetric" else None)
+    setting = setting_for(n, 1 if name == "rcp1" else 64)
     rule = fit(name, setting, LAWS["wide"], BOUNDED["smooth"])
     one_query = rule.p_value(0, 1, n)
     assert one_query <= 0.1 * (1.001 if name != "exact_asymmetric" else 1.5)

@@ -200,21 +200,21 @@ def hull_bracket(
     if miss_rate(z[1], draws, kappa, r, gamma) > alpha:
         # So large an attack that no level the grid can tell from zero certifies alpha.
         return 0.0, float(binomial_tail(calibration_draws, c + 1, ndtr(z[1])))
-    safe = hopeful = 0.0
+    safe = above = 0.0
     for _ in range(24):
         f = binomial_tail(calibration_draws, c + 1, ndtr(z))
         h = miss_rate(z, draws, kappa, r, gamma)
         (safe,), _, _ = _bridge(f[None, :-1], h[None, 1:], alpha)
         (hopeful,), (i,), (j,) = _bridge(f[None], h[None], alpha)
+        mu = (f[j] - f[i]) / (h[j] - h[i])
+        above = f[i] + mu * (alpha - h[i])  # on a chord between two points of the curve, hence below the hull
         if hopeful - safe <= 1e-4 * hopeful or len(z) > 100_000:
             break
-        mu = (f[j] - f[i]) / (h[j] - h[i])
         worst_corner = f[:-1] + mu * (alpha - h[1:])
         coarse = np.flatnonzero(worst_corner[1:-1] < hopeful * (1 - 5e-5)) + 1
         finer = [np.linspace(z[k], z[k + 1], 6)[1:-1] for k in coarse]
         z = np.unique(np.concatenate([z, *finer]))
-    chord = f[i] + (f[j] - f[i]) / (h[j] - h[i]) * (alpha - h[i])  # between points of the curve, hence below the hull
-    return min(max(float(safe) * (1 - 1e-9), 0.0), 1.0), min(float(chord) * (1 + 1e-9), 1.0)
+    return min(max(float(safe) * (1 - 1e-9), 0.0), 1.0), min(float(above) * (1 + 1e-9), 1.0)
 
 
 @lru_cache(maxsize=64)
