@@ -235,7 +235,7 @@ class AtAlpha(Exact):
         return self.setting.alpha
 
 
-@pytest.mark.parametrize("change", ["level", "kappa", "g", "g and threshold", "threshold"])
+@pytest.mark.parametrize("change", ["level", "kappa", "g", "g and threshold", "threshold", "sigma"])
 def test_a_rule_that_was_changed_is_found_without_a_single_miss(change: str, model: nn.Module) -> None:
     """What the calibration points contradict is violated wherever something is promised, whatever coverage was seen."""
     method = "exact_asymmetric" if change.startswith("g") else "exact"
@@ -246,6 +246,9 @@ def test_a_rule_that_was_changed_is_found_without_a_single_miss(change: str, mod
     true = mutant.calibration_draws(level).first(rule.calibration_draws)
     if change == "level":
         rule = AtAlpha(rule.setting, **rule.parameters())
+        threshold = rule.threshold(rule.calibration_statistic(true))
+    elif change == "sigma":  # calibrated for more noise than is drawn
+        rule = replace(rule, setting=replace(rule.setting, sigma=2 * SIGMA))
         threshold = rule.threshold(rule.calibration_statistic(true))
     elif change == "threshold":
         threshold -= 0.1

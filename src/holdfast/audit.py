@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -87,8 +87,10 @@ def judge(
     predictor: Predictor, evaluation: Evaluation, radius: float, level: tuple[float, float]
 ) -> tuple[bool, float, str]:
     """Whether 1 - alpha was promised, the p-value of the observed coverage under it, and the verdict."""
-    epsilon, calibrated = level[1], predictor.levels[level]
-    rule = calibrated.rule
+    (alpha, epsilon), calibrated, sigma = level, predictor.levels[level], predictor.smoother.sigma
+    # What is promised and the noise really drawn, in case the rule's own setting says otherwise.
+    stated = calibrated.rule
+    rule = replace(stated, setting=replace(stated.setting, alpha=alpha, epsilon=epsilon, sigma=sigma))
     promised = radius == 0 or (rule.certified and radius <= epsilon * (1 + 1e-9))
     m = evaluation.coverage.count
     true = predictor.calibration_draws(level).first(rule.calibration_draws)
