@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.bounds import clopper_pearson, gaussian_shift
-from holdfast.conformal import conformal_quantile, exact_level
+from holdfast.bounds import clopper_pearson, conformal_law, covered_at_most_given, gaussian_shift
+from holdfast.conformal import conformal_quantile, conformal_rank, exact_level
 from holdfast.draws import Draws
 from holdfast.errors import InputError
 from holdfast.methods.base import Method, Setting
@@ -46,9 +46,13 @@ class Bounded(Method):
         return self.eta / (self.setting.n + self.setting.classes)
 
     @property
+    def spent(self) -> Fraction:
+        return exact_level(self.eta)
+
+    @property
     def miscoverage(self) -> Fraction:
         """The conformal level: what is left of alpha."""
-        return exact_level(self.setting.alpha) - exact_level(self.eta)
+        return exact_level(self.setting.alpha) - self.spent
 
 
 class Shares(Bounded):
@@ -156,6 +160,12 @@ class BinCPSharp(BinCP):
     def miscoverage(self) -> Fraction:
         side = exact_level(self.eta) / 2
         return (exact_level(self.setting.alpha) - side) * (1 - side)
+
+    def p_value(self, covered: int, m: int, n: int) -> float:
+        """Given t, the clean (c+1)-th largest score exceeds it with probability B, F(t) < p_L with at most B / (1 - eta/2)."""
+        side = self.eta / 2
+        law = conformal_law(n, conformal_rank(n, self.miscoverage), lambda clean: np.minimum(clean / (1 - side) + side, 1.0))
+        return covered_at_most_given(covered, m, *law)
 
 
 @dataclass(frozen=True)

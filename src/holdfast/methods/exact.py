@@ -19,13 +19,17 @@ from numpy import ndarray
 from torch import Tensor
 
 from holdfast.bounds import (
+    conformal_law,
     covered_at_most_given,
     gaussian_shift,
+    hull_bracket,
     hull_curve,
     hull_level,
     hull_levels,
     majorant,
     majorant_cost,
+    majorant_gap,
+    risk_control_law,
 )
 from holdfast.conformal import conformal_quantile, conformal_rank, exact_level
 from holdfast.draws import Draws
@@ -108,17 +112,22 @@ class Exact(CountRule):
     def threshold(self, statistic: Tensor) -> float:
         return conformal_quantile(statistic, Fraction(self.level))
 
-    def p_value(self, covered: int, m: int, true: Draws, threshold: float) -> float:
-        """Given t, P[Z > t] is Beta distributed around alpha', and a query is missed with probability at most H of it."""
-        n = self.setting.n
-        rank = conformal_rank(n, Fraction(self.level))
-        if rank > n:
-            return 1.0 if covered >= m else 0.0
+    def _correct_rank(self, n: int) -> int:
+        """The smallest rank a correct rule may use, from the setting, c and kappa alone: never from :attr:`level`."""
+        s = self.setting
+        rule = (self.calibration_draws, self.c, self.test_draws, self.kappa, s.r, s.alpha, self.gamma)
+        return conformal_rank(n, Fraction(hull_bracket(*rule)[1]))
+
+    def p_value(self, covered: int, m: int, n: int) -> float:
+        """Given t, P[Z > t] is beta distributed around alpha', and a query is missed with probability at most H of it."""
         rule = (self.calibration_draws, self.c, self.test_draws, self.kappa, self.setting.r, self.gamma)
         corners = hull_curve(*rule)
-        return covered_at_most_given(
-            covered, m, float(n + 1 - rank), float(rank), lambda missed: np.interp(missed, *corners)
-        )
+        law = conformal_law(n, self._correct_rank(n), lambda clean: np.interp(clean, *corners))
+        return covered_at_most_given(covered, m, *law)
+
+    def supports(self, true: Draws, threshold: float) -> bool:
+        at_most = int((true.largest(self.c + 1) <= threshold).sum())
+        return threshold == math.inf or at_most >= self._correct_rank(len(true))
 
 
 @dataclass(frozen=True)
@@ -157,16 +166,20 @@ class ExactAsymmetric(CountRule):
         n = self.setting.n
         return (n * law @ np.array(self.g) + self.g[-1]) / (n + 1) - self.setting.alpha
 
-    def p_value(self, covered: int, m: int, true: Draws, threshold: float) -> float:
-        """Given t, a query is missed with probability at most E g(count(t)): mean alpha, spread that of g over n points.
+    @property
+    def majorises(self) -> bool:
+        """Whether g is above h wherever that is looked at; if not, g certifies nothing."""
+        return majorant_gap(self.g, self.test_draws, self.kappa, self.setting.r, self.gamma) <= 0
 
-        Approximate: a Beta variable with that mean and variance stands in for it.
-        """
-        alpha, n = self.setting.alpha, self.setting.n
-        g = torch.tensor(self.g, dtype=torch.float64)[true.above(threshold).cpu()]
-        variance = max(float(g.var(correction=0)), alpha * (1 - alpha)) / (n + 1)
-        precision = max(alpha * (1 - alpha) / variance - 1, 1.0)
-        return covered_at_most_given(covered, m, alpha * precision, (1 - alpha) * precision, lambda missed: missed)
+    def p_value(self, covered: int, m: int, n: int) -> float:
+        """Given t, a query is missed with probability at most R(t) = E g(count(t)), whose law risk control bounds."""
+        high = self.g[-1] if self.majorises else math.inf  # no majorant: a correct rule has no finite threshold
+        return covered_at_most_given(covered, m, *risk_control_law(n, self.setting.alpha, self.g[0], high))
+
+    def supports(self, true: Draws, threshold: float) -> bool:
+        g = torch.tensor(self.g, dtype=torch.float64)
+        risk = (float(g[true.above(threshold).cpu()].sum()) + self.g[-1]) / (len(true) + 1)
+        return threshold == math.inf or bool(self.majorises and risk <= self.setting.alpha + 1e-9)
 
     @property
     def _rises(self) -> tuple[ndarray, ndarray]:
