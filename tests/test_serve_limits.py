@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from holdfast.predictor import Predictor
 from holdfast.serve import Settings, create_app
-from holdfast.serve.limits import Bearer, RepeatLimit
+from holdfast.serve.limits import THREADS, Bearer, RepeatLimit
 from holdfast.serve.problems import Problem
 
 from .serve_client import IMAGES, TOKEN, Gate, ask, client, refused
@@ -233,6 +234,45 @@ def test_health_and_readiness(gated: tuple[Predictor, Gate]) -> None:
     found = asyncio.run(stuck())
     assert [response.status_code for response in found] == [200, 200, 503, 503]
     assert found[2].json()["status"] == "stuck"
+
+
+def test_reading_has_threads_and_a_bound_of_its_own(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoders that do not come back: later requests are refused at once, time out from their arrival, and readiness says so."""
+    go, begun = threading.Event(), list[str]()
+
+    def stuck(*arguments: object) -> np.ndarray:
+        begun.append(threading.current_thread().name)
+        assert go.wait(30)
+        return np.zeros(SHAPE, np.float32)
+
+    monkeypatch.setattr("holdfast.serve.reading.decode", stuck)
+    app = create_app(predictor, Settings(answer_timeout=0.3, max_queue=THREADS + 2, max_images=1))
+
+    async def crowd() -> list[httpx.Response]:
+        async with client(app) as inner:
+
+            def one() -> asyncio.Task[httpx.Response]:
+                return asyncio.create_task(inner.post("/v1/predict", files={"images": b"x"}))
+
+            asked = [one() for _ in range(THREADS + 2)]
+            while len(begun) < THREADS or not app.state.service.reader.pool.full:
+                await asyncio.sleep(0.001)
+            found = [await one(), await inner.get("/readyz"), await inner.get("/healthz")]
+            found += await asyncio.gather(*asked)
+            found.append(await inner.get("/readyz"))  # no longer full, but the oldest has waited for long
+            go.set()
+            while app.state.service.reader.pool.behind > 0:
+                await asyncio.sleep(0.001)
+            return [*found, await inner.get("/readyz")]
+
+    full, ready, healthy, *late, behind, again = asyncio.run(crowd())
+    refused(full, 503, "overloaded", "requests wait to be read")
+    assert (ready.status_code, ready.json()["status"], healthy.status_code) == (503, "overloaded", 200)
+    for response in late:
+        refused(response, 503, "timeout", "no answer within 0.3 s")
+    assert (behind.status_code, again.status_code) == (503, 200)
+    assert len(begun) == THREADS  # what was given up while it waited was never begun
+    assert all(name.startswith("holdfast-read") for name in begun)
 
 
 # -- the token ---------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def serve(
     batch_wait_ms: Annotated[float, typer.Option(help="How long a lone request waits for company.")] = 2.0,
     max_queue: Annotated[int, typer.Option(help="Images that may wait; beyond it 503 with Retry-After.")] = 256,
     max_body_mib: Annotated[float, typer.Option(help="Size of one request body, in MiB.")] = 8.0,
-    timeout: Annotated[float, typer.Option(help="Seconds from acceptance to answer.")] = 30.0,
+    timeout: Annotated[float, typer.Option(help="Seconds from the arrival of the body to the answer.")] = 30.0,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds to answer what was accepted, after SIGTERM.")] = 30.0,
     resize: Annotated[
         Resize, typer.Option(help="Image files of another size; resizing changes what epsilon means.")

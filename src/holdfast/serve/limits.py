@@ -6,15 +6,22 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
+import math
+import os
 import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 
 from holdfast.serve.problems import Problem
+
+THREADS = min(4, os.cpu_count() or 1)
+T = TypeVar("T")
 
 
 class BodyLimit:
@@ -72,6 +79,41 @@ class _Body:
             raise Problem(
                 "body_too_large", f"the body exceeds {self.limit.max_body} bytes; send fewer images per request"
             )
+
+
+class ReadingPool:
+    """Threads that parse and decode bodies: a few at work, so many waiting, and no more.
+
+    A body is untrusted work, so it gets no thread of the event loop's own pool, and what is given up while it waits is
+    never done.
+
+    Args:
+        room: requests that may be here, at work or waiting.
+        threads: how many are at work.
+    """
+
+    def __init__(self, room: int, threads: int = THREADS) -> None:
+        self.room = room
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="holdfast-read")
+        self._here: dict[Future[Any], float] = {}  # since when
+
+    @property
+    def full(self) -> bool:
+        return len(self._here) >= self.room
+
+    @property
+    def behind(self) -> float:
+        """Seconds since the oldest request that is still here came."""
+        return time.monotonic() - min(list(self._here.values()), default=math.inf)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Do the work on one of the threads, or refuse at once."""
+        if self.full:
+            raise Problem("overloaded", f"{self.room} requests wait to be read; try again later", retry_after=1.0)
+        future = self._threads.submit(work)
+        self._here[future] = time.monotonic()
+        future.add_done_callback(self._here.pop)
+        return await asyncio.wrap_future(future)
 
 
 class Bearer:

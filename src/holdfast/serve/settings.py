@@ -20,11 +20,12 @@ class Settings:
         max_images: images in one request.
         max_batch: images in one call of the model, taken from several requests.
         batch_wait: seconds a lone request waits for company.
-        max_queue: images that may wait; beyond it requests are answered 503 with Retry-After.
+        max_queue: images that may wait for the model, and requests that may wait to be parsed; beyond it requests are
+            answered 503 with Retry-After.
         max_body: bytes of one request body.
         max_bodies: bytes of all request bodies held at one time.
         body_timeout: seconds a client may take to send its body.
-        answer_timeout: seconds from acceptance to answer; then 503.
+        answer_timeout: seconds from the arrival of the body to the answer; then 503.
         shutdown_timeout: seconds to answer what was accepted after SIGTERM.
         resize: image files of another size: ``refuse``, ``stretch`` to the size, or ``crop`` the centre to the shape and
             resize. epsilon is then a distance between resized images.
