@@ -94,7 +94,7 @@ BAD: dict[str, tuple[bytes, int, str, str]] = {
         422,
         "invalid",
         r"unknown field '\x1b\x1b\x1b",
-    ),  # fmt: skip
+    ),
     "twice": (
         body_with("0.0")[:-1] + b', "alpha": 0.1, "alpha": 0.2}',
         422,
@@ -405,6 +405,16 @@ def test_bad_forms_are_refused(
 ) -> None:
     response = ask(create_app(predictor, Settings(max_images=3)), "POST", "/v1/predict", **change)
     refused(response, status, code, match)
+
+
+@pytest.mark.parametrize("charset", ["punycode", "idna", "undefined", "hex", "no-such", "utf-7", "unicode_escape"])
+def test_no_charset_of_a_form_is_a_failure(predictor: Predictor, charset: str) -> None:
+    headers = {"content-type": f"multipart/form-data; boundary=x; charset={charset}"}
+    app = create_app(predictor)
+    for name in (b"xn--a", b"x-999999999", b"images", b"\xff", b"\\u"):
+        part = b'--x\r\ncontent-disposition: form-data; name="%s"\r\n\r\n%s\r\n--x--\r\n' % (name, name)
+        response = ask(app, "POST", "/v1/predict", content=part, headers=headers)
+        assert response.status_code in (400, 422), response.text
 
 
 def test_shapes_that_no_file_has_take_json_only() -> None:

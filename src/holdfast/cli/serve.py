@@ -92,7 +92,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def _token(path: Path | None) -> str | None:
     if path is None:
-        return os.environ.get("HOLDFAST_TOKEN") or None
+        return os.environ.get("HOLDFAST_TOKEN")  # set and empty is a mistake, and refused: it must not mean open
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -19,9 +19,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 
 from holdfast.serve.problems import Problem
+from holdfast.serve.settings import KIB
 
+HEAD = 16 * KIB
 THREADS = min(4, os.cpu_count() or 1)
 T = TypeVar("T")
+
+
+def check_head(scope: Scope) -> None:
+    """Refuse a request whose address and headers exceed :data:`HEAD` bytes, however they arrived."""
+    size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+    size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])  # ": " and the end of the line
+    if size > HEAD:
+        raise Problem("headers_too_large", f"the address and the headers exceed {HEAD} bytes")
 
 
 class BodyLimit:
@@ -190,8 +200,23 @@ def _network(client: str) -> str:
         >>> _network("192.0.2.1"), _network("2001:db8::1") == _network("2001:db8::2"), _network("a socket")
         ('192.0.2.1', True, 'a socket')
     """
+    client = plain_address(client)
     try:
         address = ipaddress.ip_address(client)
     except ValueError:
         return client
-    return client if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
+    return client if address.version == 4 else str(ipaddress.ip_network((int(address), 64), strict=False))
+
+
+def plain_address(host: str) -> str:
+    """An IPv4 client of a socket that listens on IPv6 as what it is.
+
+    Example:
+        >>> plain_address("::ffff:192.0.2.1"), plain_address("2001:db8::1"), plain_address("a socket")
+        ('192.0.2.1', '2001:db8::1', 'a socket')
+    """
+    try:
+        mapped = getattr(ipaddress.ip_address(host), "ipv4_mapped", None)
+    except ValueError:
+        return host
+    return host if mapped is None else str(mapped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,8 +80,11 @@ class Settings:
             raise InputError(f"max_body {self.max_body} exceeds max_bodies {self.max_bodies}, the bound of them all")
         if self.resize not in RESIZE:
             raise InputError(f"expected resize among {', '.join(RESIZE)}, got {self.resize!r}")
-        if self.token is not None and (len(self.token) < 16 or not self.token.isascii() or " " in self.token):
-            raise InputError("expected a token of at least 16 ASCII characters without spaces: openssl rand -hex 32")
+        if self.token is not None and not re.fullmatch(r"[!-~]{16,}", self.token):
+            found = f"{len(self.token)} characters" if self.token else "an empty one"
+            raise InputError(
+                f"expected a token of at least 16 ASCII characters without spaces, got {found}: openssl rand -hex 32"
+            )
         if self.image_shape is not None and (not self.image_shape or min(self.image_shape) < 1):
             raise InputError(f"expected an image shape of positive sizes like (3, 32, 32), got {self.image_shape}")
 
