@@ -49,7 +49,7 @@ def serve(
     ] = None,
     repeat_window: Annotated[float, typer.Option(help="Seconds of that window.")] = 60.0,
     trusted_proxies: Annotated[
-        str | None, typer.Option(help="Addresses whose X-Forwarded-For is believed, comma separated.")
+        str | None, typer.Option(help="Addresses and networks whose X-Forwarded-For is believed, comma separated.")
     ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Logs are JSON lines on stderr.")] = "info",
     check: Annotated[
