@@ -15,5 +15,5 @@ def once_ready(code: int, mark: Path, ready: Any) -> None:
     """The first of them says that it is ready."""
     if not mark.exists():
         mark.touch()
-        ready.set()
+        ready.send(os.getpid())
     os._exit(code)

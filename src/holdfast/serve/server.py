@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
-from multiprocessing.synchronize import Event
+from multiprocessing.connection import Connection
 from typing import Any
 
 import uvicorn
@@ -169,7 +169,7 @@ def _serve(
     return 0
 
 
-def _worker(deployment: Deployment, listener: socket.socket, options: dict[str, Any], ready: Event) -> None:
+def _worker(deployment: Deployment, listener: socket.socket, options: dict[str, Any], ready: Connection) -> None:
     """In a process of its own."""
     logging.config.dictConfig(options["log_config"])
     logging.captureWarnings(True)
@@ -182,7 +182,7 @@ def _worker(deployment: Deployment, listener: socket.socket, options: dict[str, 
     except Exception as error:  # a model of the user's may raise anything
         log.exception("cannot start", extra={"fields": {"error": f"{type(error).__name__}: {error}"}})
         sys.exit(STARTUP_FAILURE)
-    sys.exit(_serve(app, listener, options, ready.set))
+    sys.exit(_serve(app, listener, options, lambda: ready.send(os.getpid())))
 
 
 def _announce(listener: socket.socket, deployment: Deployment, workers: int) -> None:

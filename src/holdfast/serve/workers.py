@@ -24,13 +24,14 @@ def supervise(target: Callable[..., None], arguments: tuple[Any, ...], workers: 
     they say in the log would be said for ever: this ends as well.
 
     Args:
-        target: a function of a module, called with ``arguments`` and an event to set when ready, in fresh processes.
+        target: a function of a module, called with ``arguments`` and a connection to send on when ready, in fresh processes.
         arguments: whatever pickles between parent and child, sockets included.
         workers: how many.
         patience: seconds between SIGTERM and SIGKILL for the workers.
     """
     context = multiprocessing.get_context("spawn")
-    stop, ready = threading.Event(), context.Event()
+    stop = threading.Event()
+    reports, ready = context.Pipe(duplex=False)  # no event: its semaphore would outlive a parent that is killed
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
 
@@ -48,8 +49,10 @@ def supervise(target: Callable[..., None], arguments: tuple[Any, ...], workers: 
                 continue
             process.join()
             log.error("worker ended", extra={"fields": {"pid": process.pid, "code": process.exitcode}})
-            served, failures = (True, 0) if ready.is_set() else (served, failures + 1)
-            ready.clear()
+            failures += 1
+            while reports.poll():
+                reports.recv()
+                served, failures = True, 0
             if failures == ATTEMPTS or (process.exitcode == STARTUP_FAILURE and not served):
                 log.error("gave up: workers end before they are ready", extra={"fields": {"attempts": failures}})
                 failed = True
