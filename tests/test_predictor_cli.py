@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
+import holdfast
 from holdfast import plots
 from holdfast.__main__ import main as holdfast_main
 from holdfast.artifact import load, read
@@ -651,3 +652,21 @@ def test_weights_given_as_a_predictor_and_devices_that_are_not_there(
     assert "not a holdfast predictor" in refused(capsys, "predict", weights, *given)
     line = refused(capsys, "calibrate", *given, "--device", "banana", *LEVEL, "--out", tmp_path / "p.safetensors")
     assert "no device 'banana' here" in line
+
+
+def test_names_out_of_a_file_cannot_speak_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Escapes that clear the screen, a turned direction of text, markup: all are shown and none is obeyed."""
+    names = ["\x1b[2J\x1b]0;title\x07", "[bold]two[/bold]", "\u202eeerht", "\x9b31m"]
+    model, data = nearest(), toy(400, seed=1)
+    classes = int(data[1].max()) + 1
+    names = (names + [f"class {k}" for k in range(classes)])[:classes]
+    predictor = holdfast.calibrate(model, data, epsilon=0.1, sigma=0.15, draws=4, class_names=names, progress=False)
+    predictor.save(tmp_path / "p.safetensors")
+    code, shown, _ = run(capsys, "show", tmp_path / "p.safetensors")
+    assert code == 0
+    assert not set(shown) & set("\x1b\x07\x9b\u202e")
+    assert "\\x1b[2J\\x1b]0;title" in shown
+    assert "[bold]two[/bold]" in shown
+    code, _, error = run(capsys, "show", "\x1b[2J.safetensors")
+    assert code == 2
+    assert "\x1b" not in error

@@ -7,7 +7,9 @@ import warnings
 
 
 def _one_line(message: Warning | str, *_: object, **__: object) -> None:
-    sys.stderr.write(f"warning: {message}\n")
+    from holdfast.cli.console import err
+
+    err.print(f"warning: {message}", highlight=False, soft_wrap=True)
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 // Curves over the test images: the explorer computes them in the background, the page asks how far it is.
 
-import { get } from "./api.js";
+import { post } from "./api.js";
 import { chart } from "./chart.js";
 import { $, fill, make, percent } from "./dom.js";
 
@@ -15,7 +15,7 @@ export async function update(page) {
   $("curves-progress").hidden = false;
   $("curves-stage").textContent = "starting ...";
   while (own === round) {
-    const found = await get("curves", { alpha: page.alpha, draws: page.draws });
+    const found = await post("curves", { alpha: page.alpha, draws: page.draws });
     if (own !== round) return;
     if (found.state === "failed") throw new Error(found.message);
     if (found.state === "done") {

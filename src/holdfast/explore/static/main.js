@@ -1,6 +1,6 @@
 // The page's state and how its parts are told of changes.
 
-import { get } from "./api.js";
+import { get, post } from "./api.js";
 import * as attack from "./attack.js";
 import * as curves from "./curves.js";
 import { $, choices, fill, make, plural } from "./dom.js";
@@ -49,7 +49,7 @@ async function look() {
   const controller = page.controller = new AbortController();
   const slow = setTimeout(() => wait(controller), 250);
   try {
-    const found = await get("sets", { image: page.image, alpha: page.alpha, draws: page.draws }, controller.signal);
+    const found = await post("sets", { image: page.image, alpha: page.alpha, draws: page.draws }, controller.signal);
     page.found = found;
     gallery.caption(page, found);
     sets.draw(page.subject, found, page.step);
