@@ -662,7 +662,7 @@ def test_arguments_that_do_not_go_together(
 def test_the_extra_is_named(missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     assert main(["explore"]) == 2
-    assert f"the explorer needs {missing}: pip install 'holdfast[explore]'" in capsys.readouterr().err
+    assert f"the explorer needs {missing}: pip install '.[explore]'" in capsys.readouterr().err
 
 
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_every_public_name_is_there_and_documented() -> None:
 # -- without extras ----------------------------------------------------------------------------------------------------
 
 
-HINT = "error: the command line needs typer and rich: pip install 'holdfast[cli]'\n"
+HINT = "error: the command line needs typer and rich: pip install '.[cli]' in a checkout\n"
 
 
 def test_the_command_line_says_what_it_needs() -> None:
@@ -165,5 +165,5 @@ def test_missing_extras_are_named(
     missing: str, use: Callable[[], object], extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(InputError, match=rf"pip install 'holdfast\[{extra}\]'"):
+    with pytest.raises(InputError, match=rf"pip install '.\[{extra}\]'"):
         use()

@@ -85,8 +85,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def onnx_file(place: Path) -> Path:
-    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript: pip install 'holdfast[test]'")
-    pytest.importorskip("onnxruntime", reason="ONNX models run in onnxruntime: pip install 'holdfast[onnx]'")
+    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript: pip install '.[test]'")
+    pytest.importorskip("onnxruntime", reason="ONNX models run in onnxruntime: pip install '.[onnx]'")
     model = load_model("small-cnn", place / "cnn.safetensors", 4)
     assert isinstance(model, nn.Module)
     with warnings.catch_warnings():

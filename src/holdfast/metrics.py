@@ -85,14 +85,14 @@ class Evaluation:
         return f"coverage {self.coverage}   size {self.size:.2f}   singletons {self.singletons:.1%}   {self.coverage.count} images"
 
 
-def check_labels(labels: Tensor, n: int, classes: int) -> Int[Tensor, " n"]:
+def check_labels(labels: Tensor, n: int, classes: int, least: int = 0) -> Int[Tensor, " n"]:
     """Labels as int64, or an error that says which of them are wrong."""
     labels = torch.as_tensor(labels)
     if labels.ndim != 1 or len(labels) != n:
         raise InputError(f"expected {n} labels in one dimension, got shape {tuple(labels.shape)}")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise InputError(f"expected integer class labels, got dtype {labels.dtype}")
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+    if len(labels) and not least <= int(labels.min()) <= int(labels.max()) < classes:
         raise InputError(
             f"expected labels between 0 and {classes - 1} (the model has {classes} outputs), got "
             f"{int(labels.min())} to {int(labels.max())}"

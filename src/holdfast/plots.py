@@ -33,7 +33,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib as mpl
     except ImportError:
-        raise InputError("figures need matplotlib: pip install 'holdfast[report]'") from None
+        raise InputError("figures need matplotlib: pip install '.[report]' in a checkout") from None
     mpl.use("Agg", force=False)
     import matplotlib.pyplot as plt
 

@@ -117,7 +117,7 @@ class Page:
         try:
             from jinja2 import Environment, PackageLoader
         except ImportError:
-            raise InputError("HTML reports need jinja2: pip install 'holdfast[report]'") from None
+            raise InputError("HTML reports need jinja2: pip install '.[report]' in a checkout") from None
         environment = Environment(
             loader=PackageLoader("holdfast"), autoescape=True, trim_blocks=True, lstrip_blocks=True
         )
