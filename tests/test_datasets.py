@@ -738,7 +738,7 @@ def test_models_by_name(tmp_path: Path) -> None:
     [
         ("resnet", None, r"a model among small-cnn, .* or package.module:function, got 'resnet'"),
         ("os.path", None, "package.module:function"),
-        ("no.such.module:make", None, r"cannot find 'no.such.module:make'.*is it on PYTHONPATH\?"),
+        ("no.such.module:make", None, r"cannot find 'no.such.module:make'.*is it in this folder or on PYTHONPATH\?"),
         ("torch.nn:NoSuchThing", None, "cannot find"),
         ("torch:get_num_threads", None, "must return a model, a callable images -> logits; it returned int"),
         ("torch.nn:Identity", "w.safetensors", "weights are for built-in models"),

@@ -6,7 +6,7 @@ import datetime
 import importlib.metadata
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -402,7 +402,8 @@ def _conformalize(
         assert own.calibration is not None
         rule = request.fit(level, smoother.sigma, n, classes, own.holdout)
         rule.guarantee()
-        threshold = rule.threshold(rule.calibration_statistic(own.calibration.first(rule.calibration_draws)))
+        statistic = rule.calibration_statistic(own.calibration.first(rule.calibration_draws))
+        threshold = rule.threshold(statistic)
         if own.unknown and own.keeps_unknown(rule, threshold):
             raise InputError(
                 f"{own.unknown} of {n} calibration points have a label that the model does not know, and its sets miss "
@@ -411,8 +412,8 @@ def _conformalize(
             )
         if rule.always_full(threshold):
             warnings.warn(
-                f"{rule.name} at alpha {level[0]:g}, epsilon {level[1]:g} can only return the full label set here; more draws, "
-                "more calibration points, a larger sigma or a smaller epsilon may help",
+                f"{rule.name} at alpha {level[0]:g}, epsilon {level[1]:g} can only return the full label set here; "
+                f"{_help(rule, statistic)}more calibration points, a larger sigma or a smaller epsilon may help",
                 HoldfastWarning, stacklevel=3,
             )  # fmt: skip
         calibrated[level] = Calibrated(rule, request.transform, threshold)
@@ -430,6 +431,17 @@ def _conformalize(
         inputs=collected.inputs,
         provenance=_provenance(),
     )
+
+
+def _help(rule: Method, statistic: Tensor) -> str:
+    """How many draws would give other sets than the full one, where the rule's bounds tell: a mean stays what it is."""
+    if rule.compares_only:
+        return "more draws, "
+    for draws in (2**k for k in range(1, 21)):
+        more = replace(rule, setting=replace(rule.setting, draws=draws, calibration_draws=draws))
+        if draws > rule.test_draws and not more.always_full(more.threshold(statistic)):
+            return f"it takes about draws={draws} to do better, or "
+    return "more draws alone will not help: "
 
 
 def _provenance() -> dict[str, str]:

@@ -177,9 +177,8 @@ def inventory(name: str, folder: str | Path) -> list[Found]:
         expected = [(file, home) for file in source.files for home in ([homes[-1]] if source.inside else homes)]
         expected += [(file, home) for file in source.inside for home in homes]
         for file, home in expected:
-            for path in (home / name for name in file.names):
-                if path.is_file():
-                    found.append(Found(path, form, _state(path, file)))
+            paths = [home / name for name in file.names if (home / name).is_file()]
+            found += [Found(path, form, _state(path, file)) for path in paths]
             if (part := home / f"{file.name}.part").is_file():
                 found.append(Found(part, form, "unfinished"))
     return found

@@ -34,7 +34,8 @@ def idx(name: str, folder: str | Path, part: str = "test", verify: bool = True) 
     files = SOURCES[name]["binary"].files[slice(0, 2) if part == "train" else slice(2, 4)]
     paths = [_find(name, Path(folder), file) for file in files]
     images, labels = (
-        _read(path, dimensions, file.content if verify else None) for path, dimensions, file in zip(paths, (3, 1), files)
+        _read(path, dimensions, file.content if verify else None)
+        for path, dimensions, file in zip(paths, (3, 1), files)
     )
     if len(images) != len(labels):
         raise InputError(
