@@ -197,7 +197,7 @@ def predict(
 
     if to is not None:
         check_place(to)
-    form = form or format_of(to)
+    rows_as = form or format_of(to)
     predictor = load_predictor(saved, model, weights, device, model_output, batch_size)
     inputs = load_inputs(data, data_dir, part)
     sets = _sets(predictor, inputs, alpha, epsilon, nested, seed, early_exit)
@@ -219,13 +219,13 @@ def predict(
         summary["coverage"] = coverage.__dict__
         lines.append(f"coverage {coverage} on the labels in the data, attacked by nobody")
     if to is not None:
-        write_atomically(to, write_rows(sets, form, index).encode())
+        write_atomically(to, write_rows(sets, rows_as, index).encode())
         lines.append(f"rows     {to}")
     if as_json:
         print_json(summary if to is not None else {**summary, "rows": list(set_rows(sets, index))})
         return
     if to is None:
-        sys.stdout.write(write_rows(sets, form, index))
+        sys.stdout.write(write_rows(sets, rows_as, index))
     for line in lines:
         (err if to is None else out).print(line, highlight=False, soft_wrap=True, markup=False)
 
