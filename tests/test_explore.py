@@ -34,6 +34,7 @@ from holdfast.explore import app as explore_app
 from holdfast.explore.answers import Explorer
 from holdfast.explore.app import STATIC, create_app
 from holdfast.explore.attacking import attack_one
+from holdfast.explore.curves import Job, compute
 from holdfast.explore.images import amplified, png, read_upload
 from holdfast.explore.lineup import Lineup, radii, sentence
 from holdfast.explore.look import bars, nested, own_sets
@@ -289,6 +290,26 @@ def test_curves_are_what_the_library_measures(client: TestClient, explorer: Expl
     )
 
 
+def test_curves_come_piece_by_piece(explorer: Explorer) -> None:
+    """Methods one by one, then the attacked radii; what was given is never taken back."""
+    curves = Explorer(explorer.lineup).curves
+    seen: list[dict[str, Any]] = []
+    job = Job(0.1, 4)
+    step = job.step
+
+    def watched(count: int = 1) -> None:
+        if job.so_far and (not seen or seen[-1] is not job.so_far):
+            seen.append(job.so_far)
+        step(count)
+
+    job.step = watched  # type: ignore[method-assign]
+    compute(explorer.lineup, job, 20, curves.radii, lambda _, radius, __: explorer.subject.gallery.images[:20])
+    seen.append(job.so_far)
+    assert [list(one["methods"]) for one in seen[:3]] == [list(METHODS[:n]) for n in (1, 2, 3)]
+    assert [len(one["methods"]["exact"]["attacked"]) for one in seen[2:]] == list(range(len(curves.radii) + 1))
+    assert seen[2]["methods"]["exact"]["size"] == seen[-1]["methods"]["exact"]["size"]
+
+
 def test_asking_for_other_curves_stops_the_first(explorer: Explorer) -> None:
     curves = Explorer(explorer.lineup).curves
     assert curves.ask(0.2, 64)["state"] == "running"
@@ -345,6 +366,9 @@ def test_a_fitting_upload_is_taken_as_it_is(client: TestClient, explorer: Explor
     )
     sets = client.post("/api/sets", json={"image": answer["image"], "alpha": 0.1, "draws": 4}).json()
     assert sets["label"] is None
+    assert sets["no_promise"].startswith("No promise for this image")
+    of_the_gallery = client.get("/api/sets", params={"image": "g7", "alpha": 0.1, "draws": 4}).json()
+    assert of_the_gallery["no_promise"] is None
     attack = {**LEVELS, "image": answer["image"]}
     guessed = client.post("/api/attack", json=attack).json()
     assert guessed["label"] == sets["prediction"]
@@ -690,7 +714,7 @@ def test_arguments_that_do_not_go_together(
 def test_the_extra_is_named(missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     assert main(["explore"]) == 2
-    assert f"the explorer needs {missing}: pip install 'holdfast[explore]'" in capsys.readouterr().err
+    assert f"the explorer needs {missing}: pip install '.[explore]'" in capsys.readouterr().err
 
 
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "holdfast"
 
 # A module imports only from modules before it. Packages stand for all of their files, which may import each other.
 ORDER = (
-    "errors", "bounds", "conformal", "draws", "scores", "transforms", "noise_kernel", "noise_cpu", "noise", "progress", "arrivals", "inputs", "metrics", "tuning",
+    "errors", "devices", "bounds", "conformal", "draws", "scores", "transforms", "noise_kernel", "noise_cpu", "noise", "progress", "arrivals", "inputs", "metrics", "tuning",
     "methods", "early_exit", "sets", "smoothing", "predictor", "plain", "artifact", "calibration", "attacks", "audit", "models", "datasets",
     "logits_file", "store", "engines", "training", "adapters", "specs", "set_rows", "plots", "report", "predictor_page", "experiments",
     "serve", "explore", "cli",
@@ -125,7 +125,7 @@ def test_every_public_name_is_there_and_documented() -> None:
 # -- without extras ----------------------------------------------------------------------------------------------------
 
 
-HINT = "error: the command line needs typer and rich: pip install 'holdfast[cli]'\n"
+HINT = "error: the command line needs typer and rich: pip install '.[cli]' in a checkout\n"
 
 
 def test_the_command_line_says_what_it_needs() -> None:
@@ -165,5 +165,5 @@ def test_missing_extras_are_named(
     missing: str, use: Callable[[], object], extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(InputError, match=rf"pip install 'holdfast\[{extra}\]'"):
+    with pytest.raises(InputError, match=rf"pip install '.\[{extra}\]'"):
         use()

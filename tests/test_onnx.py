@@ -27,8 +27,8 @@ from holdfast.training import fit_under_noise
 
 from .test_smoothing import SHAPE, nearest, toy
 
-onnx = pytest.importorskip("onnx", reason="ONNX models are built with onnx: pip install 'holdfast[test]'")
-pytest.importorskip("onnxruntime", reason="ONNX models run in onnxruntime: pip install 'holdfast[onnx]'")
+onnx = pytest.importorskip("onnx", reason="ONNX models are built with onnx: pip install '.[test]'")
+pytest.importorskip("onnxruntime", reason="ONNX models run in onnxruntime: pip install '.[onnx]'")
 helper, numpy_helper, TensorProto = onnx.helper, onnx.numpy_helper, onnx.TensorProto
 
 CAL, TEST = toy(300, seed=1), toy(200, seed=3)
@@ -82,7 +82,7 @@ def cnn() -> nn.Module:
 @pytest.fixture(scope="module")
 def exported(cnn: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small CNN as torch exports it today: weights in a second file, a free batch size."""
-    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript: pip install 'holdfast[test]'")
+    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript: pip install '.[test]'")
     path = tmp_path_factory.mktemp("onnx") / "cnn.onnx"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -292,7 +292,7 @@ def test_only_devices_that_there_are(tmp_path: Path) -> None:
 def test_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = linear(tmp_path / "m.onnx")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(InputError, match=r"pip install 'holdfast\[onnx\]'"):
+    with pytest.raises(InputError, match=r"pip install '.\[onnx\]'"):
         OnnxClassifier(path)
 
 

@@ -6,6 +6,7 @@ Statistical tests state their false-alarm rates; seeds are fixed.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.attacks import NoisyModel
+from holdfast.attacks import NoisyModel, pgd
 from holdfast.calibration import calibrate, conformalize
 from holdfast.conformal import Guarantee, conformal_rank, exact_level
 from holdfast.draws import Draws
@@ -672,6 +673,46 @@ def test_full_sets_are_warned_about(model: nn.Module) -> None:
         predictor = calibrate(model, CAL, method="rcp1", **{**ASK, "epsilon": 0.5})
     assert predictor.predict(TEST[0]).trivial.all()
     assert "every set is the full label set" in repr(predictor)
+
+
+@pytest.mark.parametrize("method", ["rscp_plus_hoeffding", "rscp_plus_bernstein", "cas"])
+def test_the_warning_of_full_sets_says_how_many_draws_would_help(method: str, model: nn.Module) -> None:
+    """The default of 16 draws is far too few for these; as many as the warning says are enough."""
+    ask = {"alpha": 0.1, "epsilon": 0.02, "sigma": 0.1, "seed": 1, "method": method}
+    with pytest.warns(HoldfastWarning, match="can only return the full label set") as told:
+        calibrate(model, CAL, **ask)
+    (found,) = re.findall(r"it takes about draws=(\d+) to do better", " ".join(str(one.message) for one in told))
+    assert 16 < int(found) <= 4096
+    assert not calibrate(model, CAL, **ask, draws=int(found)).predict(TEST[0][:50]).trivial.all()
+
+
+def test_more_draws_are_not_promised_to_help_where_they_do_not(model: nn.Module) -> None:
+    with pytest.warns(HoldfastWarning, match="more draws alone will not help: more calibration points"):
+        calibrate(model, CAL, method="rscp_plus_hoeffding", **{**ASK, "epsilon": 20.0})
+
+
+@pytest.mark.parametrize("labels", [["ant", "bee"] * 30, np.array(["ant", "bee"] * 30), np.array(["ant", None] * 30)])
+def test_names_as_labels_are_refused_with_a_word_on_numbering(labels: Any, model: nn.Module) -> None:
+    for data in ((TEST[0], labels), [(TEST[0], list(labels))]):
+        with pytest.raises(InputError, match=r"integer class labels, got 'ant'; number them, .*np.unique"):
+            calibrate(model, data, **ASK, holdout=HELD)
+    with pytest.raises(InputError, match="integer class labels, got 'ant'"):
+        calibrate(model, CAL, **ASK).predict(TEST[0]).evaluate(labels)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "GPU"])
+def test_devices_that_are_not_there_are_refused(device: str, model: nn.Module) -> None:
+    with pytest.raises(InputError, match=rf"no device '{device}' here .*; use cpu, or cuda where there is a GPU"):
+        calibrate(model, CAL, **ASK, device=device)
+    with pytest.raises(InputError, match="no device"):
+        pgd(NoisyModel(model, 0.1, 1, Stream(0, "attack")), TEST[0][:2], TEST[1][:2], 0.1, device=device)
+
+
+def test_empty_sets_are_counted_where_sets_are_shown() -> None:
+    promise = calibrate(nearest(), CAL, **ASK).guarantee
+    sets = PredictionSets(torch.tensor([[True, False], [False, False]]), promise)
+    assert "mean size 0.50, 0 of them the full label set, 1 empty" in repr(sets)
+    assert "empty 50.0%" in str(sets.evaluate(torch.tensor([0, 1])))
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -86,8 +87,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def onnx_file(place: Path) -> Path:
-    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript: pip install 'holdfast[test]'")
-    pytest.importorskip("onnxruntime", reason="ONNX models run in onnxruntime: pip install 'holdfast[onnx]'")
+    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript: pip install '.[test]'")
+    pytest.importorskip("onnxruntime", reason="ONNX models run in onnxruntime: pip install '.[onnx]'")
     model = load_model("small-cnn", place / "cnn.safetensors", 4)
     assert isinstance(model, nn.Module)
     with warnings.catch_warnings():
@@ -420,6 +421,35 @@ def test_files_hold_the_same_rows(
     assert "coverage" in out
     assert str(target) in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.safetensors", target.name]
+
+
+def test_a_file_of_another_ending_is_refused_before_any_work(
+    saved: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["predict", saved, *OWN, "--data", place / "new.npz", "--out", tmp_path / "sets.xlsx"]
+    line = refused(capsys, *arguments)
+    assert "expected a file that ends in .jsonl or .csv" in line
+    assert not (tmp_path / "sets.xlsx").exists()
+    code, _, _ = run(capsys, *arguments, "--format", "csv")
+    assert code == 0
+    assert (tmp_path / "sets.xlsx").read_text().startswith("index,labels")
+
+
+def test_names_as_labels_in_a_file_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez(tmp_path / "d.npz", images=DATA[0].numpy(), labels=np.array(["ant"] * len(DATA[0])))
+    line = refused(capsys, "calibrate", *OWN, "--data", tmp_path / "d.npz", *LEVEL, "--out", tmp_path / "p.safetensors")
+    assert "expected numbers in 'labels', got text such as ['ant']" in line
+
+
+def test_a_function_in_the_folder_the_command_runs_in_is_found(tmp_path: Path) -> None:
+    """As the installed command runs, which does not look there by itself."""
+    (tmp_path / "fmnet.py").write_text("import torch\nbuild = torch.nn.Flatten\n")
+    script = "import sys; sys.path = [p for p in sys.path if p not in ('', sys.argv[1])]; "
+    script += "from holdfast.specs import load_model; print(load_model('fmnet:build'))"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert "Flatten" in done.stdout, done.stderr
 
 
 def read_rows(text: str, form: str) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from holdfast.devices import checked_device
 from holdfast.errors import InputError
 from holdfast.inputs import check_images
 from holdfast.methods.exact import CountRule
@@ -235,7 +236,7 @@ def pgd(
         step_size = 2 * epsilon / steps if gradients else epsilon / 2
     parameter = next(noisy.model.parameters(), None) if isinstance(noisy.model, torch.nn.Module) else None
     device = (
-        torch.device(device)
+        checked_device(device)
         if device is not None
         else parameter.device
         if parameter is not None

@@ -6,7 +6,7 @@ import datetime
 import importlib.metadata
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -46,6 +46,7 @@ def calibrate(
     holdout: Any = None,
     randomize: bool = False,
     class_names: Sequence[str] | None = None,
+    open_labels: bool = False,
     ids: Any = None,
     seed: int | None = None,
     fingerprint: str | None = None,
@@ -75,6 +76,9 @@ def calibrate(
         holdout: labelled data for tuning, or how many points to take from ``data``; by default min(500, n // 10).
         randomize: let the exact certificates randomise their boundary.
         class_names: names for reading sets.
+        open_labels: allow the label -1 for a point whose class the model does not have. Every set misses it, so it counts
+            as missed, and a level that cannot be met because of such points is refused. The promise then includes
+            queries of unknown classes.
         ids: integers that key each point's noise; positions by default.
         seed: reproducible calibration, for experiments; fresh operating-system entropy by default.
         fingerprint: a string that identifies a model that is not an ``nn.Module``.
@@ -90,7 +94,7 @@ def calibrate(
     """
     alphas, epsilons = _levels(alpha, "alpha"), _levels(epsilon, "epsilon")
     levels = [(a, e) for a in alphas for e in epsilons]
-    request = _Request(get_score(score), method, draws, calibration_draws, transform, beta, randomize)
+    request = _Request(get_score(score), method, draws, calibration_draws, transform, beta, randomize, open_labels)
     options = {
         "batch_size": batch_size, "device": device, "autocast": autocast, "channels_last": channels_last,
         "compile": compile, "progress": progress,
@@ -157,6 +161,7 @@ class _Request:
     asked_transform: str | None
     beta: float
     randomize: bool
+    open_labels: bool
 
     def __post_init__(self) -> None:
         if self.draws < 1 or (self.asked_calibration_draws or 1) < 1:
@@ -278,19 +283,28 @@ class _Collected:
     classes: int
     accuracy: float
     inputs: InputRange | None
+    unknown: int  # calibration points of classes that the model does not have
+    worst: float  # their score: no class that the model has scores higher
 
     @property
     def first_draws(self) -> Tensor:
         """Sorted scores of the holdout's true labels, one draw each: what PTT is fitted on."""
         assert self.holdout is not None
-        return self.holdout.true.values[:, 0].sort().values
+        known = self.holdout.labels < self.classes
+        return self.holdout.true.values[known, 0].sort().values
 
     def transformed(self, alpha: float) -> _Collected:
         assert self.holdout is not None
         ptt = PTT(self.first_draws, b=1 - alpha)
         held = Holdout(Draws(ptt(self.holdout.draws.values)), self.holdout.labels)
         calibration = None if self.calibration is None else Draws(ptt(self.calibration.values))
-        return _Collected(held, calibration, self.classes, self.accuracy, self.inputs)
+        worst = float(ptt(torch.tensor([self.worst], dtype=ptt.holdout.dtype)))
+        return _Collected(held, calibration, self.classes, self.accuracy, self.inputs, self.unknown, worst)
+
+    def keeps_unknown(self, rule: Method, threshold: float) -> bool:
+        """Whether this threshold counts a query of an unknown class as covered, which no set of the model can do."""
+        draws = Draws(torch.full((1, 1, rule.test_draws), self.worst))
+        return bool(rule.decide(draws, threshold, torch.zeros(1)).any())
 
 
 def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, only_holdout: bool = False) -> _Collected:
@@ -300,7 +314,8 @@ def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, on
     kind = "order" if request.kind == "ptt" else request.kind
     kept: dict[str, list[Tensor]] = {"holdout": [], "calibration": []}
     labels: list[Tensor] = []
-    classes, right, seen = 0, 0.0, 0
+    worst = 1.0 if kind == "plain" else torch.inf
+    classes, right, seen, unknown = 0, 0.0, 0, 0
     inputs: InputRange | None = None
     source = (("holdout", b) for b in parts.holdout_batches()) if only_holdout else parts.all_batches()
     bar = Bar("smoothing", None if only_holdout else length(parts.data), smoother.progress)
@@ -312,21 +327,27 @@ def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, on
             if seen == 0:
                 _warn_of_probabilities(logits)
             assert batch.labels is not None
-            y = check_labels(batch.labels, len(batch), logits.shape[2]).to(logits.device)
             classes = logits.shape[2]
+            y = check_labels(batch.labels, len(batch), classes, -int(request.open_labels)).to(logits.device)
+            foreign = y < 0
             right += float((top_label(logits) == y[:, None]).double().mean(dim=1).sum())
             seen += len(batch)
             u = score_uniform(request.score, streams[role], batch.ids.to(logits.device))
             if role == "holdout":
-                scores = noisy_scores(request.score, kind, logits, u)
-                labels.append(y.cpu())
+                scores = noisy_scores(request.score, kind, logits, u).values
+                if request.open_labels:  # one more label, that of every unknown class
+                    scores = torch.cat([scores, torch.full_like(scores[:, :1], worst)], dim=1)
+                labels.append(y.where(~foreign, classes).cpu())
             else:
-                scores = noisy_scores_of(y, request.score, kind, logits, u)
-            kept[role].append(scores.values.cpu())
+                scores = noisy_scores_of(y.clamp_min(0), request.score, kind, logits, u).values
+                if request.open_labels:
+                    scores = scores.masked_fill(foreign[:, None], worst)
+                    unknown += int(foreign.sum())
+            kept[role].append(scores.cpu())
             bar.advance(len(batch))
     holdout = Holdout(Draws(torch.cat(kept["holdout"])), torch.cat(labels)) if labels else None
     calibration = Draws(torch.cat(kept["calibration"])) if kept["calibration"] else None
-    return _Collected(holdout, calibration, classes, right / max(seen, 1), inputs)
+    return _Collected(holdout, calibration, classes, right / max(seen, 1), inputs, unknown, worst)
 
 
 def _warn_of_probabilities(logits: Tensor) -> None:
@@ -381,11 +402,18 @@ def _conformalize(
         assert own.calibration is not None
         rule = request.fit(level, smoother.sigma, n, classes, own.holdout)
         rule.guarantee()
-        threshold = rule.threshold(rule.calibration_statistic(own.calibration.first(rule.calibration_draws)))
+        statistic = rule.calibration_statistic(own.calibration.first(rule.calibration_draws))
+        threshold = rule.threshold(statistic)
+        if own.unknown and own.keeps_unknown(rule, threshold):
+            raise InputError(
+                f"{own.unknown} of {n} calibration points have a label that the model does not know, and its sets miss "
+                f"every such query: {rule.name} cannot promise {1 - level[0]:.6g}. Train on more rows so that every label "
+                "is met, merge rare labels, or raise alpha"
+            )
         if rule.always_full(threshold):
             warnings.warn(
-                f"{rule.name} at alpha {level[0]:g}, epsilon {level[1]:g} can only return the full label set here; more draws, "
-                "more calibration points, a larger sigma or a smaller epsilon may help",
+                f"{rule.name} at alpha {level[0]:g}, epsilon {level[1]:g} can only return the full label set here; "
+                f"{_help(rule, statistic)}more calibration points, a larger sigma or a smaller epsilon may help",
                 HoldfastWarning, stacklevel=3,
             )  # fmt: skip
         calibrated[level] = Calibrated(rule, request.transform, threshold)
@@ -403,6 +431,17 @@ def _conformalize(
         inputs=collected.inputs,
         provenance=_provenance(),
     )
+
+
+def _help(rule: Method, statistic: Tensor) -> str:
+    """How many draws would give other sets than the full one, where the rule's bounds tell: a mean stays what it is."""
+    if rule.compares_only:
+        return "more draws, "
+    for draws in (2**k for k in range(1, 21)):
+        more = replace(rule, setting=replace(rule.setting, draws=draws, calibration_draws=draws))
+        if draws > rule.test_draws and not more.always_full(more.threshold(statistic)):
+            return f"it takes about draws={draws} to do better, or "
+    return "more draws alone will not help: "
 
 
 def _provenance() -> dict[str, str]:

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from holdfast.arrivals import IN_FLIGHT, Gathered, to_host
+from holdfast.devices import checked_device
 from holdfast.errors import HoldfastWarning, InputError
 from holdfast.inputs import Batch, batches, length
 from holdfast.noise import Stream
@@ -138,7 +139,7 @@ class Smoother:
         self.model, self.sigma, self.batch_size = model, float(sigma), batch_size
         first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
         self.device = (
-            torch.device(device) if device is not None else first.device if first is not None else torch.device("cpu")
+            checked_device(device) if device is not None else first.device if first is not None else torch.device("cpu")
         )
         self.autocast, self.channels_last, self.compile, self.progress = autocast, channels_last, compile, progress
         self._forward: Callable[[Tensor], Tensor] = torch.compile(model) if compile else model  # type: ignore[assignment]

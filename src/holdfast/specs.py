@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from holdfast.adapters import ExportedClassifier, OnnxClassifier, from_hugging_face, from_predict_proba
 from holdfast.artifact import load, read
 from holdfast.datasets import Labelled, cifar, digits, idx, image_folder
+from holdfast.devices import checked_device
 from holdfast.errors import InputError
 from holdfast.inputs import check_images
 from holdfast.logits_file import names_in, read_arrays
@@ -44,7 +46,8 @@ def load_model(
     """A model by name, an ``.onnx`` or ``.pt2`` file, a Hugging Face folder, or ``package.module:function``.
 
     A model by name takes weights, a file or a name; ``BASE+HEAD`` puts a conformally trained head on them. The function
-    takes no arguments and returns images -> logits, or an object with ``predict_proba``. ``output`` says what an ONNX file
+    takes no arguments and returns images -> logits, or an object with ``predict_proba``; its module may lie in the current
+    folder. ``output`` says what an ONNX file
     returns, logits or probabilities.
 
     Example:
@@ -55,7 +58,7 @@ def load_model(
     if output != "logits" and suffix != ".onnx":
         raise InputError(f"{output} are for ONNX files; let your function return the logarithm of its probabilities")
     if device is not None:
-        _check_device(device)
+        checked_device(device)
     if spec in MODELS:
         model = MODELS[spec](classes)
         if weights is not None:
@@ -78,14 +81,6 @@ def load_model(
     return _from_function(spec, device)
 
 
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise InputError(f"no device {device!r} here ({reason}); use cpu, or cuda where there is a GPU") from None
-
-
 _ARCHITECTURE = "weights alone are no model: give --model NAME --weights FILE, or a function that builds and loads it"
 _PICKLE = "pickles run code when they are opened, so they are not: give package.module:function, which opens its own"
 _OTHER_FILES = {
@@ -100,10 +95,13 @@ def _from_function(spec: str, device: str | None) -> Classifier:
         raise InputError(
             f"expected a model among {', '.join(MODELS)}, an .onnx or .pt2 file, a Hugging Face folder or package.module:function, got {spec!r}"
         )
+    here = str(Path.cwd())
+    if here not in sys.path:  # as for `python -m`: an installed command alone does not look into the folder it runs in
+        sys.path.insert(0, here)
     try:
         factory = getattr(importlib.import_module(match[1]), match[2])
     except (ImportError, AttributeError) as error:
-        raise InputError(f"cannot find {spec!r}: {error}; is it on PYTHONPATH?") from None
+        raise InputError(f"cannot find {spec!r}: {error}; is it in this folder or on PYTHONPATH?") from None
     made: Any = factory()
     if isinstance(made, nn.Module):
         return made.to(device) if device else made

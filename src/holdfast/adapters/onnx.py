@@ -160,7 +160,7 @@ def _session(path: Path, device: torch.device) -> Any:
     try:
         import onnxruntime
     except ImportError:
-        raise InputError("ONNX models need onnxruntime: pip install 'holdfast[onnx]'") from None
+        raise InputError("ONNX models need onnxruntime: pip install '.[onnx]' in a checkout") from None
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3

@@ -82,7 +82,7 @@ def explore(
         import python_multipart  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise InputError(f"the explorer needs {error.name}: pip install 'holdfast[explore]'") from None
+        raise InputError(f"the explorer needs {error.name}: pip install '.[explore]' in a checkout") from None
     import torch
 
     from holdfast.explore.answers import Explorer

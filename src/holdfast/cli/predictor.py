@@ -178,7 +178,8 @@ def predict(
     ] = False,
     to: Annotated[Path | None, typer.Option("--out", help="Write the rows to this file instead of the screen.")] = None,
     form: Annotated[
-        Literal["jsonl", "csv"] | None, typer.Option("--format", help="jsonl by default, csv for a file of that name.")
+        Literal["jsonl", "csv"] | None,
+        typer.Option("--format", help="By the ending of the file: .jsonl or .csv; jsonl on the screen."),
     ] = None,
     device: Device = None,
     batch_size: BatchSize = None,
@@ -191,16 +192,16 @@ def predict(
     to stderr when the rows are on the screen; `--json` prints it, rows included unless they went to a file.
     """
     from holdfast.artifact import check_place, write_atomically
-    from holdfast.set_rows import set_rows, write_rows
+    from holdfast.set_rows import format_of, set_rows, write_rows
     from holdfast.specs import load_inputs, load_predictor
 
     if to is not None:
         check_place(to)
+    rows_as = form or format_of(to)
     predictor = load_predictor(saved, model, weights, device, model_output, batch_size)
     inputs = load_inputs(data, data_dir, part)
     sets = _sets(predictor, inputs, alpha, epsilon, nested, seed, early_exit)
     index = inputs.rows.tolist()
-    form = form or ("csv" if to is not None and to.suffix.lower() == ".csv" else "jsonl")
     summary: dict[str, Any] = {
         "images": len(sets), "mean_size": float(sets.size.double().mean()), "trivial": int(sets.trivial.sum()),
         "empty": int((sets.size == 0).sum()), "guarantee": sets.guarantee.to_dict(), "coverage": None,
@@ -208,7 +209,7 @@ def predict(
     }  # fmt: skip
     lines = [
         str(sets.guarantee),
-        f"{len(sets)} sets, mean size {summary['mean_size']:.2f}, {summary['trivial']} trivial",
+        f"{len(sets)} sets, mean size {summary['mean_size']:.2f}, {summary['trivial']} trivial, {summary['empty']} empty",
     ]
     if sets.draws_used is not None:
         summary["mean_draws"] = float(sets.draws_used.double().mean())
@@ -218,13 +219,13 @@ def predict(
         summary["coverage"] = coverage.__dict__
         lines.append(f"coverage {coverage} on the labels in the data, attacked by nobody")
     if to is not None:
-        write_atomically(to, write_rows(sets, form, index).encode())
+        write_atomically(to, write_rows(sets, rows_as, index).encode())
         lines.append(f"rows     {to}")
     if as_json:
         print_json(summary if to is not None else {**summary, "rows": list(set_rows(sets, index))})
         return
     if to is None:
-        sys.stdout.write(write_rows(sets, form, index))
+        sys.stdout.write(write_rows(sets, rows_as, index))
     for line in lines:
         (err if to is None else out).print(line, highlight=False, soft_wrap=True, markup=False)
 

@@ -166,6 +166,7 @@ def _page(request: AuditRequest, audit: Audit, seconds: float) -> Any:
         attack_figures,
         audit_examples,
         audit_section,
+        conclusion,
         curve_words,
         hardware,
         methods_table,
@@ -184,6 +185,7 @@ def _page(request: AuditRequest, audit: Audit, seconds: float) -> Any:
         f"{Path(request.data).name}, {len(audit.images)} attacked images, {request.steps} L2 steps, {request.attack_draws} attacker "
         f"draws, seed {request.seed}, {hardware()}",
         str(promise),
+        conclusion=conclusion(rows, first.alpha, radius),
     )
     pictures = attack_figures(rows, first.alpha, radius)
     if len(radii) > 1:
@@ -194,9 +196,11 @@ def _page(request: AuditRequest, audit: Audit, seconds: float) -> Any:
             )
             for row in rows
         }
-        drawing = plots.coverage_curves(curves, first.alpha, {row["name"]: row["certified"] for row in rows})
-        words = f"Coverage by attack radius. {curve_words(curves, '.3f')}."
-        pictures.append(Figure("coverage-by-radius", drawing, "Coverage by attack radius; dotted, the promise.", words))
+        for number, group in enumerate(plots.in_groups(curves), 1):
+            drawing = plots.coverage_curves(group, first.alpha, {row["name"]: row["certified"] for row in rows})
+            words = f"Coverage by attack radius. {curve_words(group, '.3f')}."
+            name = "coverage-by-radius" if number == 1 else f"coverage-by-radius-{number}"
+            pictures.append(Figure(name, drawing, "Coverage by attack radius; dotted, the promise.", words))
     note = "Coverage with 95 % Clopper-Pearson intervals; attacked numbers are those of the worst attack."
     page.sections.append(
         Section("Clean and attacked", f"Attacked within L2 {radius:g}.", methods_table(rows), pictures, note=note)

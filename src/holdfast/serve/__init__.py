@@ -11,7 +11,7 @@ from holdfast.errors import InputError
 
 for _module in ("fastapi", "uvicorn", "python_multipart", "PIL"):
     if find_spec(_module) is None:
-        raise InputError(f"the HTTP service needs {_module}: pip install 'holdfast[serve]'")
+        raise InputError(f"the HTTP service needs {_module}: pip install '.[serve]' in a checkout")
 
 from holdfast.serve.app import create_app  # noqa: E402
 from holdfast.serve.deployment import Deployment  # noqa: E402
