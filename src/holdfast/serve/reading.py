@@ -66,7 +66,7 @@ class Reader:
             parsed: Any = self.model.model_validate_json(body)
         except ValidationError as error:
             raise explain(error.errors(include_url=False)[0], self.shape, self.settings.max_images) from None
-        return torch.from_numpy(np.array(parsed.images, dtype=np.float32)), parsed.alpha, parsed.epsilon
+        return torch.from_numpy(np.array(parsed.images, dtype=np.float64)), parsed.alpha, parsed.epsilon
 
     async def _multipart(self, request: Request) -> tuple[Tensor, float | None, float | None]:
         try:
