@@ -76,7 +76,7 @@ def test_sets_are_what_the_theorem_says(name: str, score: str, model: nn.Module)
 
     def scores(data: tuple[Tensor, Tensor], role: str, seed: int) -> Draws:
         stream, images, ids = Stream(seed, role), data[0], torch.arange(len(data[0]))
-        noisy = (images[:, None] + 0.1 * stream.gaussian(ids, range(8), SHAPE)).flatten(0, 1)
+        noisy = stream.noisy(images, ids, range(8), 0.1).flatten(0, 1)
         logits = model(noisy).detach().view(len(images), 8, 4)
         return Draws(function.order(logits, stream.uniform(ids, "aps")[:, None]).transpose(1, 2))
 

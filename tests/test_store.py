@@ -59,8 +59,8 @@ GRID = {"chunk_images": 5, "chunk_draws": 4}
 
 def expected(draws: range, seed: int = 0, scale: float = 1.0) -> Tensor:
     """What the store must hold, from the definition: x + sigma * noise(position, draw), rounded to float16."""
-    noise = Stream(seed, "test").gaussian(torch.arange(IMAGES), draws, SHAPE)
-    return ((DATA[0][:, None] + SIGMA * noise).flatten(2)[..., :CLASSES] * scale).half()
+    noisy = Stream(seed, "test").noisy(DATA[0], torch.arange(IMAGES), draws, SIGMA)
+    return (noisy.flatten(2)[..., :CLASSES] * scale).half()
 
 
 def smoother(model: nn.Module | None = None, **options: Any) -> Smoother:

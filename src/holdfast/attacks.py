@@ -20,7 +20,7 @@ from holdfast.devices import checked_device
 from holdfast.errors import InputError
 from holdfast.inputs import check_images
 from holdfast.methods.exact import CountRule
-from holdfast.noise import Stream, fresh_seed
+from holdfast.noise import Stream, fresh_seed, to_lattice_
 from holdfast.predictor import Predictor, noisy_scores_of, score_uniform
 from holdfast.progress import Bar, Report
 from holdfast.smoothing import Classifier, evaluation_mode
@@ -48,8 +48,8 @@ class L2:
 
     def random(self, like: Tensor, radius: float, generator: torch.Generator) -> Tensor:
         """Uniform in the ball."""
-        direction = self.direction(torch.randn(like.shape, generator=generator, device=like.device))
-        u = torch.rand(len(like), generator=generator, device=like.device)
+        direction = self.direction(torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype))
+        u = torch.rand(len(like), generator=generator, device=like.device, dtype=like.dtype)
         return direction * radius * u.pow(1 / like[0].numel()).view_as(self.length(like))
 
 
@@ -84,9 +84,13 @@ class NoisyModel:
         return None if self.sigma == 0 else self.sigma * self.stream.gaussian(ids, range(self.draws), shape)
 
     def logits(self, images: Tensor, noise: Tensor | None) -> Float[Tensor, "b draws k"]:
+        """As the defender makes them (:meth:`Stream.noisy`); gradients pass the rounding as if it were not there."""
         noisy = images[:, None] if noise is None else images[:, None] + noise
+        if noise is not None:
+            with torch.no_grad():
+                to_lattice_(noisy, self.sigma)
         with torch.autocast(images.device.type, self.autocast) if self.autocast else nullcontext():
-            out = self.model(noisy.flatten(0, 1))
+            out = self.model(noisy.flatten(0, 1).float())
         return out.float().view(len(images), noisy.shape[1], -1)
 
 
@@ -226,7 +230,7 @@ def pgd(
         >>> bool(((adversarial - x).norm(dim=1) <= 0.5).all())
         True
     """
-    images = check_images(images).float()
+    images = check_images(images)
     if not 0 <= epsilon < float("inf") or steps < 1 or restarts < 1:
         raise InputError(f"expected epsilon >= 0, steps >= 1 and restarts >= 1, got {epsilon}, {steps} and {restarts}")
     if len(labels) != len(images):

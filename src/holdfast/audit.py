@@ -140,7 +140,7 @@ def audit(
     if unknown:
         raise InputError(f"expected attacks among {', '.join(ATTACKS)}, or functions by name, got {unknown[0]!r}")
     parts = list(batches(data, labelled=True))
-    images = torch.cat([part.images for part in parts]).float()
+    images = torch.cat([part.images for part in parts])
     labels = torch.cat([part.labels for part in parts if part.labels is not None])
     labels = check_labels(labels, len(images), next(iter(named.values())).classes)
     seed = fresh_seed() if seed is None else seed

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from holdfast.errors import HoldfastWarning, InputError
+from holdfast.noise import widened
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,8 @@ def batches(data: Any, ids: Any = None, size: int | None = None, labelled: bool 
 
 
 def check_images(images: Any, first: bool = True) -> Tensor:
-    """Float images without NaN; on the first batch, a warning where the pixel range makes epsilon meaningless.
+    """Float images without NaN, in float32 or as they come in float64; on the first batch, a warning where the pixel range
+    makes epsilon meaningless.
 
     Vectors [n, features] are not pixels: their units are their owner's, so their range is not judged.
     """
@@ -252,7 +254,7 @@ def check_images(images: Any, first: bool = True) -> Tensor:
                 "in pixel units; put the normalisation inside the model and pass images in [0, 1]",
                 HoldfastWarning, stacklevel=3,
             )  # fmt: skip
-    return images
+    return widened(images)
 
 
 def as_labels(labels: Any) -> Tensor:

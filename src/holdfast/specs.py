@@ -6,7 +6,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from holdfast.inputs import check_images
 from holdfast.logits_file import names_in, read_arrays
 from holdfast.metrics import check_labels
 from holdfast.models import CifarResNet, ResNet50, SmallCNN, find_weights, load_head, load_weights
+from holdfast.noise import widened
 from holdfast.predictor import Predictor
 from holdfast.smoothing import Classifier
 
@@ -148,6 +149,7 @@ def load_parts(
             raise InputError(f"{spec} has an official training part; leave --part out")
         return load_data(spec, folder, "train"), load_data(spec, folder)
     data = take_part(load_data(spec, folder), part or "1/2")
+    data = replace(data, images=data.images.float())  # training promises nothing: the network's own precision will do
     if len(data) < 2:
         raise InputError(f"expected at least 2 examples in that part of {spec}, got {len(data)}")
     train, test = data.split(max(1, 4 * len(data) // 5), -1, seed=seed)
@@ -180,7 +182,7 @@ def load_data(spec: str, folder: str | Path | None = None, part: str = "test") -
         raise InputError(f"expected float images in [0, 1], got {images.dtype}; divide by 255 and save again")
     classes = int(torch.as_tensor(labels).max()) + 1 if len(labels) else 0
     labels = check_labels(labels, len(images), max(classes, 1))
-    return Labelled(Path(spec).stem, images.float(), labels, tuple(f"class {k}" for k in range(classes)))
+    return Labelled(Path(spec).stem, widened(images), labels, tuple(f"class {k}" for k in range(classes)))
 
 
 @dataclass(frozen=True)
@@ -213,9 +215,9 @@ def load_inputs(spec: str, folder: str | Path | None = None, part: str | None = 
 
 def _arrays(path: str, labelled: bool) -> tuple[Tensor, Tensor | None]:
     if not labelled and "labels" not in names_in(path):
-        return check_images(read_arrays(path, "images")[0], first=False).float(), None
+        return check_images(read_arrays(path, "images")[0], first=False), None
     images, labels = read_arrays(path, "images", "labels")
-    return check_images(images, first=False).float(), check_labels(labels, len(images), 2**31)
+    return check_images(images, first=False), check_labels(labels, len(images), 2**31)
 
 
 def take_part(data: Labelled, part: str | None) -> Labelled:

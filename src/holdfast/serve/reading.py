@@ -73,7 +73,7 @@ class Reader:
         except ValidationError as error:
             raise explain(error.errors(include_url=False)[0], self.shape, self.settings.max_images) from None
         level = self._level(parsed.alpha, parsed.epsilon)
-        return Query(torch.from_numpy(np.array(parsed.images, dtype=np.float32)), level)
+        return Query(torch.from_numpy(np.array(parsed.images, dtype=np.float64)), level)
 
     async def _files(self, form: FormData) -> list[tuple[str, bytes]]:
         files: list[tuple[str, bytes]] = []

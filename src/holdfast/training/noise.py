@@ -55,7 +55,7 @@ def fit_under_noise(
             for index in torch.randperm(len(images), device=device, generator=generator).split(batch_size):
                 clean = images[index]
                 noise = torch.randn(clean.shape, device=device, generator=generator)
-                loss = nn.functional.cross_entropy(model(clean + sigma * noise), labels[index])
+                loss = nn.functional.cross_entropy(model((clean + sigma * noise).float()), labels[index])
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 optimizer.step()
