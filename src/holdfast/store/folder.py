@@ -25,8 +25,9 @@ from torch import Tensor
 from holdfast.artifact import make_folder, write_atomically
 from holdfast.errors import InputError
 from holdfast.metrics import check_labels
+from holdfast.sealing import DamagedError
 from holdfast.smoothing import Smoother, evaluation_mode
-from holdfast.store.chunk import DamagedError, encode
+from holdfast.store.chunk import encode
 from holdfast.store.filling import Filled, Filling, compute_chunk, read_chunk
 from holdfast.store.grid import Chunk, Grid
 from holdfast.store.index import INDEX, Facts, find_facts, index_bytes

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import HoldfastWarning
-from holdfast.store.chunk import FORMAT, JSON_MARK, DamagedError, checksum, describe, seal
+from holdfast.sealing import CHECKSUM, JSON_MARK, DamagedError, checksum, seal
+from holdfast.store.chunk import FORMAT, describe
 from holdfast.store.grid import Chunk, Grid
 from holdfast.store.key import StoreKey
 
@@ -60,7 +61,7 @@ def index_bytes(facts: Facts, entries: Sequence[Entry], classes: int | None) -> 
         for entry in sorted(entries, key=lambda entry: entry.chunk.name)
     ]  # fmt: skip
     draws = facts.grid.common_draws(entry.chunk for entry in entries)
-    head = {"checksum": "0" * 64, "format": FORMAT, **facts.to_dict(), "classes": classes, "draws": draws}
+    head = {"checksum": CHECKSUM, "format": FORMAT, **facts.to_dict(), "classes": classes, "draws": draws}
     return seal((json.dumps({**head, "chunks": chunks}, indent=1) + "\n").encode(), JSON_MARK)
 
 
@@ -68,9 +69,13 @@ def read_index(folder: Path) -> dict[str, Any]:
     """The index of a store, if there is one and its checksum is right."""
     content = (folder / INDEX).read_bytes()
     checksum(content, JSON_MARK)
-    index = json.loads(content)
-    if index.get("format") != FORMAT:
-        raise DamagedError(f"it has format {index.get('format')}, this version reads {FORMAT}")
+    try:
+        index = json.loads(content)
+        version = index["format"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedError(f"it is not an index of noisy logits ({error})") from None
+    if version != FORMAT:
+        raise DamagedError(f"it has format {version}, this version reads {FORMAT}")
     return index
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from holdfast.errors import InputError
 from holdfast.logits_file import read_arrays
 from holdfast.progress import Bar
+from holdfast.sealing import DamagedError
 from holdfast.smoothing import as_range
-from holdfast.store.chunk import DamagedError, describe
+from holdfast.store.chunk import describe
 from holdfast.store.grid import Chunk, cover
 from holdfast.store.index import INDEX, Entry, Facts, find_facts, is_store, read_index
 
