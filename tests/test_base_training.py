@@ -78,7 +78,7 @@ def test_another_recipe_or_a_damaged_checkpoint_is_refused(parts: tuple[Labelled
     with pytest.raises(InputError, match="another recipe"):
         train(parts, out)
     (tmp_path / "model.checkpoint.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(InputError, match="not an intact checkpoint"):
+    with pytest.raises(InputError, match="not a readable checkpoint"):
         train(parts, out)
     assert train(parts, out, resume=False)["dataset"] == "digits"
     with pytest.raises(InputError, match=r"ends in \.safetensors"):
@@ -98,10 +98,10 @@ def test_one_flipped_bit_of_a_checkpoint_is_refused(
     content = bytearray(checkpoint.read_bytes())
     content[place * len(content) // 1000] ^= 0x40
     checkpoint.write_bytes(bytes(content))
-    with pytest.raises(InputError, match=r"not an intact checkpoint .*delete it to start over") as caught:
+    with pytest.raises(InputError, match=r"not a readable checkpoint .*delete it to start over") as caught:
         Checkpoint.load(checkpoint, belongs, state)
     assert "\n" not in str(caught.value)
-    with pytest.raises(InputError, match="not an intact checkpoint"):
+    with pytest.raises(InputError, match="not a readable checkpoint"):
         train(parts, out)
 
 

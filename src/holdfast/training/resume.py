@@ -36,7 +36,7 @@ class Checkpoint:
         try:
             state, facts = unpack(path)
         except (SafetensorError, OSError, ValueError) as error:
-            raise InputError(f"{path} is not an intact checkpoint ({error}); delete it to start over") from None
+            raise InputError(f"{path} is not a readable checkpoint ({error}); delete it to start over") from None
         if facts.get("recipe") != json.loads(json.dumps(recipe)):
             raise InputError(
                 f"{path} belongs to another recipe, other data or other base weights; delete it to start over, or train into another file"
