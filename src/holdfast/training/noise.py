@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 from holdfast.errors import InputError
+from holdfast.inputs import check_images
 from holdfast.progress import Bar, Report
 
 
 def fit_under_noise(
     model: nn.Module,
-    images: Float[Tensor, "n ..."],
+    images: Shaped[Tensor, "n ..."],
     labels: Int[Tensor, " n"],
     sigma: float,
     *,
@@ -25,7 +26,8 @@ def fit_under_noise(
     """Minimise cross-entropy on noisy images (AdamW, one-cycle), in place, and return the model in eval mode.
 
     An ordinary classifier collapses under noise; one trained like this keeps its accuracy at that sigma. sigma = 0 is
-    ordinary training.
+    ordinary training. Images are in [0, 1], the units of sigma: integers are refused, and pixels beyond that are warned of, as
+    :func:`holdfast.calibrate` does.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -43,6 +45,7 @@ def fit_under_noise(
             f"expected a finite sigma >= 0, at least 1 epoch, a batch size of at least 1 and lr > 0, got sigma {sigma}, "
             f"{epochs} epochs, batch size {batch_size}, lr {lr}"
         )
+    images = check_images(images)
     device = next(model.parameters()).device
     images, labels = images.to(device), labels.to(device)
     generator = torch.Generator(device=device).manual_seed(seed)
