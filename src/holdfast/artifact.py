@@ -11,8 +11,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
-import secrets
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from holdfast.draws import Draws
 from holdfast.errors import HoldfastWarning, InputError
+from holdfast.files import write_file
 from holdfast.inputs import InputRange
 from holdfast.methods import METHODS, Setting
 from holdfast.predictor import Calibrated, Level, Predictor
@@ -46,40 +45,6 @@ _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 def _digest(tensor: Tensor) -> str:
     tensor = tensor.contiguous()
     return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes()).hexdigest()
-
-
-def make_folder(path: Path) -> Path:
-    """Create a folder for output, or say why not."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot create the folder {path} ({error.strerror}); choose another place") from None
-    return path
-
-
-def check_place(path: Path) -> None:
-    """Say why a file cannot be written there, before any work is done for it."""
-    if not path.parent.is_dir():
-        raise InputError(f"no folder {path.parent} to write {path.name} into; create it first")
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; give the name of a file")
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write beside the target, then rename: a reader sees the old file or the new one, never half of one.
-
-    The content is on the disk before it gets its name, so that holds after a power failure too. Temporary names are
-    random: writers in several processes or on several machines do not meet.
-    """
-    check_place(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        temporary.write_bytes(content)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def save(predictor: Predictor, path: str | Path) -> None:
@@ -113,7 +78,7 @@ def save(predictor: Predictor, path: str | Path) -> None:
     }
     text = json.dumps(manifest, sort_keys=True)
     metadata = {"holdfast": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    write_atomically(Path(path), serialize(tensors, metadata))
+    write_file(path, serialize(tensors, metadata))
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

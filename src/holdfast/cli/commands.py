@@ -50,7 +50,11 @@ def demo(
     """
     from holdfast.experiments.demo import ALPHA, ATTACKED, EPSILON, SIGMA, run_demo
     from holdfast.experiments.demo_report import write_report
+    from holdfast.files import check_folder
 
+    check_folder(folder, "report.html", "results.json", "predictor.safetensors")
+    if figures is not None:
+        check_folder(figures)
     with err.status("starting") as status:
         result = run_demo(seed, say=lambda text: status.update(text) if err.is_terminal else err.print(text))
     page = write_report(result, folder, figures)
@@ -168,16 +172,20 @@ def evaluate(
     `logits[i, j]` are the outputs for image i plus the j-th noise vector, noise independent across images and draws.
     `holdfast smooth` makes a store of them; one that is too large for memory is read piece by piece.
     """
-    from holdfast.artifact import check_place
     from holdfast.errors import InputError
     from holdfast.experiments.manifest import manifest, write_results
     from holdfast.experiments.stored import evaluate_logits
+    from holdfast.files import check_folder, check_place
 
     start = time.monotonic()
     if report is not None:
         check_place(report)
     elif figures is not None:
         raise InputError("--figures are those of the page: say where it goes with --report FILE.html")
+    if save is not None:
+        check_folder(save.parent, save.name)
+    if figures is not None:
+        check_folder(figures)
     names = list(method or ["all"])
     names = list(METHODS) if "all" in names else names
     transforms = ("none", "ptt") if transform == "both" else (transform,)
@@ -292,9 +300,14 @@ def audit(
     """
     from holdfast.errors import InputError
     from holdfast.experiments.side_by_side import AuditRequest, run_audit, write_audit
+    from holdfast.files import check_folder
 
     if figures is not None and folder is None:
         raise InputError("--figures are those of the page: say where it goes with --out FOLDER")
+    if folder is not None:
+        check_folder(folder, "audit.html", "audit.json")
+    if figures is not None:
+        check_folder(figures)
     start = time.monotonic()
     request = AuditRequest(
         model=model, weights=weights, data=data, data_dir=data_dir, predictor=predictor, sigma=sigma, epsilon=epsilon,

@@ -92,8 +92,8 @@ def calibrate(
     """
     import torch
 
-    from holdfast.artifact import check_place
     from holdfast.calibration import calibrate as run
+    from holdfast.files import check_place
     from holdfast.specs import MODELS, load_inputs, load_model
 
     start = time.monotonic()
@@ -190,7 +190,7 @@ def predict(
     Rows go to the screen, or to `--out` as a whole. Where the data have labels, coverage is measured too. The summary goes
     to stderr when the rows are on the screen; `--json` prints it, rows included unless they went to a file.
     """
-    from holdfast.artifact import check_place, write_atomically
+    from holdfast.files import check_place, write_file
     from holdfast.set_rows import set_rows, write_rows
     from holdfast.specs import load_inputs, load_predictor
 
@@ -218,7 +218,7 @@ def predict(
         summary["coverage"] = coverage.__dict__
         lines.append(f"coverage {coverage} on the labels in the data, attacked by nobody")
     if to is not None:
-        write_atomically(to, write_rows(sets, form, index).encode())
+        write_file(to, write_rows(sets, form, index).encode())
         lines.append(f"rows     {to}")
     if as_json:
         print_json(summary if to is not None else {**summary, "rows": list(set_rows(sets, index))})
@@ -262,7 +262,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """One self-contained page on a saved predictor and labelled data: promise, curves, sizes, classes, examples, cost, origin."""
-    from holdfast.artifact import check_place
+    from holdfast.files import check_folder, check_place
     from holdfast.metrics import check_labels
     from holdfast.predictor_page import predictor_page
     from holdfast.smoothing import fingerprint
@@ -270,6 +270,8 @@ def report(
     from holdfast.store.key import data_fingerprint
 
     check_place(to)
+    if figures is not None:
+        check_folder(figures)
     predictor = load_predictor(saved, model, weights, device, model_output, batch_size)
     promise = predictor.guarantee_for(alpha, epsilon)
     inputs = load_inputs(data, data_dir, part, labelled=True)

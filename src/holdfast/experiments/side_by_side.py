@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.artifact import load, make_folder, read, write_atomically
+from holdfast.artifact import load, read
 from holdfast.attacks import transfer
 from holdfast.audit import Audit, CustomAttack
 from holdfast.audit import audit as attack_predictors
@@ -19,6 +19,7 @@ from holdfast.calibration import calibrate
 from holdfast.datasets import Labelled
 from holdfast.errors import InputError
 from holdfast.experiments.manifest import manifest
+from holdfast.files import make_folder, write_file
 from holdfast.methods import get_method
 from holdfast.predictor import Predictor
 from holdfast.smoothing import Classifier
@@ -153,7 +154,7 @@ def write_audit(
     about = manifest("holdfast audit", config, seconds)
     page = _page(request, audit, seconds)
     make_folder(folder)
-    write_atomically(folder / "audit.json", json.dumps({**audit.to_dict(), "manifest": about}, indent=1).encode())
+    write_file(folder / "audit.json", json.dumps({**audit.to_dict(), "manifest": about}, indent=1).encode())
     return page.write(folder / "audit.html", figures)
 
 

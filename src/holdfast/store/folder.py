@@ -22,8 +22,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from holdfast.artifact import make_folder, write_atomically
 from holdfast.errors import InputError
+from holdfast.files import make_folder, write_atomically
 from holdfast.metrics import check_labels
 from holdfast.smoothing import Smoother, evaluation_mode
 from holdfast.store.chunk import DamagedError, encode

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from holdfast.artifact import write_atomically
 from holdfast.errors import InputError
+from holdfast.files import write_file
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Checkpoint:
         """Replace ``path`` in one step: a kill leaves the old checkpoint or the new one."""
         state = {name: value.detach().cpu().contiguous() for name, value in self.state.items()}
         facts = {"epoch": self.epoch, "seconds": self.seconds, "recipe": recipe}
-        write_atomically(path, serialize(state, {"holdfast": json.dumps(facts)}))
+        write_file(path, serialize(state, {"holdfast": json.dumps(facts)}))
 
     @classmethod
     def load(cls, path: Path, recipe: Mapping[str, Any], expected: Mapping[str, Tensor]) -> Checkpoint | None:
