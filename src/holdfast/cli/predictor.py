@@ -263,9 +263,9 @@ def report(
 ) -> None:
     """One self-contained page on a saved predictor and labelled data: promise, curves, sizes, classes, examples, cost, origin."""
     from holdfast.files import check_folder, check_place
+    from holdfast.fingerprint import fingerprint
     from holdfast.metrics import check_labels
     from holdfast.predictor_page import predictor_page
-    from holdfast.smoothing import fingerprint
     from holdfast.specs import load_inputs, load_predictor
     from holdfast.store.key import data_fingerprint
 
@@ -307,8 +307,8 @@ def show(saved: Saved, as_json: Json = False) -> None:
     Needs no model: every threshold is computed again from the scores in the file.
     """
     from holdfast.artifact import promises, read
+    from holdfast.fingerprint import fingerprint
     from holdfast.inputs import InputRange
-    from holdfast.smoothing import fingerprint
 
     manifest, tensors = read(saved)
     levels = promises(saved, manifest, tensors)

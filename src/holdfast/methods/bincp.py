@@ -44,6 +44,11 @@ class BinCP(Method):
     def _level(self) -> float:
         return self.eta / (self.setting.n + self.setting.classes)
 
+    def verify(self) -> None:
+        super().verify()
+        if not 0 < self.eta < self.setting.alpha:
+            raise InputError(f"expected eta between 0 and alpha, got {self.eta}")
+
     def calibration_statistic(self, true: Draws) -> Tensor:
         return true.above(self.t)
 

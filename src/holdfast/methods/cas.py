@@ -12,6 +12,7 @@ from torch import Tensor
 from holdfast.bounds import dkw, gaussian_shift, hoeffding
 from holdfast.conformal import exact_level
 from holdfast.draws import Draws
+from holdfast.errors import InputError
 from holdfast.methods.base import Method
 
 
@@ -33,6 +34,11 @@ class CAS(Method):
     @property
     def _level(self) -> float:
         return self.eta / (self.setting.n + self.setting.classes)
+
+    def verify(self) -> None:
+        super().verify()
+        if not 0 < self.eta < self.setting.alpha:
+            raise InputError(f"expected eta between 0 and alpha, got {self.eta}")
 
     def calibration_statistic(self, true: Draws) -> Tensor:
         return self._unit_interval(true).mean

@@ -13,7 +13,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from holdfast.errors import InputError
-from holdfast.smoothing import fingerprint
+from holdfast.fingerprint import fingerprint
 
 
 def last_linear(model: nn.Module) -> tuple[str, nn.Linear]:

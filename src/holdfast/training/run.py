@@ -18,13 +18,13 @@ from holdfast.datasets import Labelled
 from holdfast.draws import Draws
 from holdfast.errors import InputError
 from holdfast.files import check_folder, write_file
+from holdfast.fingerprint import fingerprint
 from holdfast.methods.base import Setting
 from holdfast.methods.exact import Exact
 from holdfast.models.checkpoints import weights_bytes
 from holdfast.models.heads import head_bytes, last_linear
 from holdfast.progress import Report
 from holdfast.scores import log_odds
-from holdfast.smoothing import fingerprint
 from holdfast.training.bank import FeatureBank
 from holdfast.training.base import check_logits, hardware
 from holdfast.training.conformal import ConformalLoss, ExactRCT
