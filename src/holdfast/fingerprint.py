@@ -66,7 +66,7 @@ def unwrapped(model: Classifier) -> Classifier:
     """The module inside ``torch.compile`` and data parallelism: they run the same function elsewhere or faster."""
     while isinstance(model, nn.Module):
         parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-        inner = model.module if parallel else model._modules.get("_orig_mod")
+        inner = model._modules.get("module" if parallel else "_orig_mod")
         if inner is None:
             break
         model = inner
@@ -201,7 +201,7 @@ def probes(shape: tuple[int, ...], low: float = 0.0, high: float = 1.0) -> Float
 
     Example:
         >>> probes((3,), 0.0, 1.0)[0]
-        tensor([0.1403, 0.2072, 0.3741])
+        tensor([0.1402, 0.2487, 0.1282])
     """
     words = np.random.Philox(key=20).random_raw(4 * math.prod(shape)) >> 40
     dark, bright, grey, plain = (words / 2.0**24).reshape(4, *shape)
@@ -256,9 +256,15 @@ class Identity:
         cls, smoother: Smoother, shape: tuple[int, ...], low: float, high: float, given: str | None = None
     ) -> Identity:
         """Of the model that a smoother runs, on inputs of a shape and range; ``given`` is the user's string."""
-        own = None if given else structure(smoother.model)
-        found = given or fingerprint(smoother.model)
-        return cls(found, own, shape, low, high, probe_logits(smoother, probes(shape, low, high)))
+        before = {} if given else structure(smoother.model)
+        logits = probe_logits(smoother, probes(shape, low, high))
+        after = {} if given else structure(smoother.model)
+        # Counters and caches change as the model runs, so they do not decide what it computes.
+        kept = {
+            path: {name: value for name, value in has.items() if _same(value, after.get(path, {}).get(name))}
+            for path, has in before.items()
+        }
+        return cls(given or fingerprint(smoother.model), None if given else kept, shape, low, high, logits)
 
     def refuse_other(self, smoother: Smoother, given: str | None = None) -> None:
         """Raise unless the smoother runs this model; the error says what differs.

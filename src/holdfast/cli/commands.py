@@ -17,6 +17,7 @@ from holdfast.cli.console import (
     Device,
     Epsilon,
     Figures,
+    Fingerprint,
     Json,
     ModelOutput,
     ModelSpec,
@@ -288,6 +289,7 @@ def audit(
     surrogate_weights: Annotated[
         Path | None, typer.Option(help="Its checkpoint, where it is a built-in model.")
     ] = None,
+    fingerprint: Fingerprint = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -314,7 +316,7 @@ def audit(
         alpha=alpha, methods=tuple(method or ("cp", "rscp", "rscp_plus_hoeffding", "rcp1", "auto")), score=score, draws=draws,
         mean_draws=mean_draws, images=images, radii=tuple(radius) if radius else None, steps=steps, attack_draws=attack_draws,
         restarts=restarts, clip=clip, attacks=tuple(attack) if attack else None, surrogate=surrogate,
-        surrogate_weights=surrogate_weights, part=part, output=model_output, device=device, seed=seed,
+        surrogate_weights=surrogate_weights, part=part, output=model_output, fingerprint=fingerprint, device=device, seed=seed,
     )  # fmt: skip
     with err.status("starting") as status:
         result = run_audit(request, say=lambda text: status.update(text) if err.is_terminal else err.print(text))

@@ -54,6 +54,7 @@ class AuditRequest:
     surrogate_weights: str | Path | None = None
     part: str | None = None
     output: str = "logits"
+    fingerprint: str | None = None
     device: str | None = None
     seed: int = 0
 
@@ -66,7 +67,11 @@ def run_audit(request: AuditRequest, say: Callable[[str], None] = print) -> Audi
     if request.model == "small-cnn" and request.weights is None:
         model, data = _trained(request, data, say)
     if request.predictor is not None:
-        predictors = {request.predictor.stem: load(request.predictor, model, device=request.device)}
+        predictors = {
+            request.predictor.stem: load(
+                request.predictor, model, fingerprint=request.fingerprint, device=request.device
+            )
+        }
         (test,) = data.split(-1, seed=request.seed)  # files are often sorted by class; a prefix of them is no sample
     else:
         predictors, test = _calibrated(request, model, data, say)
