@@ -14,10 +14,10 @@ from torch import nn
 
 from holdfast.datasets import Labelled, digits
 from holdfast.errors import InputError
+from holdfast.fingerprint import fingerprint
 from holdfast.methods.exact import Exact
 from holdfast.models import SmallCNN, backbone, find_weights, last_linear, load_head, load_weights
 from holdfast.models.heads import check_head_is_last, head_bytes
-from holdfast.smoothing import fingerprint
 from holdfast.training import fit_under_noise
 from holdfast.training.bank import FeatureBank
 from holdfast.training.conformal import RCT, ConfTr, ExactRCT

@@ -36,7 +36,7 @@ from holdfast.smoothing import Smoother
 from holdfast.transforms import PTT
 from holdfast.tuning import Holdout
 
-from .test_smoothing import SHAPE, Recorder, nearest, network, toy
+from .test_smoothing import Recorder, nearest, network, toy
 
 # Averaging methods need more draws than this to say anything; that they say nothing is warned about, and not at issue.
 trivial_is_fine = pytest.mark.filterwarnings("ignore:.*can only return the full label set:holdfast.HoldfastWarning")

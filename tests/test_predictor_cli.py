@@ -26,11 +26,11 @@ from holdfast.artifact import load, read
 from holdfast.conformal import Guarantee
 from holdfast.datasets import digits
 from holdfast.errors import HoldfastWarning, InputError
+from holdfast.fingerprint import fingerprint
 from holdfast.models import SmallCNN
 from holdfast.predictor_page import EXAMPLES, MOST_CLASSES, predictor_page
 from holdfast.set_rows import set_rows, write_rows
 from holdfast.sets import PredictionSets
-from holdfast.smoothing import fingerprint
 from holdfast.specs import load_inputs, load_model, part_rows
 from holdfast.training import fit_under_noise
 

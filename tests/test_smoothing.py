@@ -20,10 +20,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from holdfast.arrivals import Gathered
 from holdfast.errors import HoldfastWarning, InputError
 from holdfast.experiments.remember import RememberingSmoother
+from holdfast.fingerprint import fingerprint
 from holdfast.inputs import Batch
 from holdfast.noise import Stream
 from holdfast.progress import Bar
-from holdfast.smoothing import Smoother, _held, evaluation_mode, fingerprint
+from holdfast.smoothing import Smoother, _held, evaluation_mode
 
 patient = settings(deadline=None, derandomize=True, max_examples=30)
 SHAPE = (1, 4, 4)

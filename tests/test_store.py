@@ -33,7 +33,7 @@ from holdfast.smoothing import Smoother
 from holdfast.store import Chunk, LogitStore, StoreKey, StoreReader, data_fingerprint, folder, read_logits
 from holdfast.store.grid import Grid
 
-from .test_smoothing import SHAPE, network, toy
+from .test_smoothing import network, toy
 
 IMAGES, CLASSES, SIGMA = 23, 3, 0.25
 patient = settings(deadline=None, derandomize=True, max_examples=100)

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from holdfast.errors import InputError
+from holdfast.fingerprint import fingerprint
 from holdfast.models import CifarResNet, last_linear, load_head, load_weights
-from holdfast.smoothing import fingerprint
 from holdfast.training.base import Recipe
 from holdfast.training.heads import HeadRecipe
 from holdfast.training.run import ConformalRequest

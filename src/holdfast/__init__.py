@@ -11,6 +11,7 @@ from holdfast.calibration import calibrate, conformalize
 from holdfast.conformal import Guarantee, conformal_quantile
 from holdfast.draws import Draws
 from holdfast.errors import HoldfastWarning, InputError
+from holdfast.fingerprint import fingerprint
 from holdfast.methods import METHODS
 from holdfast.metrics import Evaluation, evaluate
 from holdfast.noise import Stream
@@ -18,7 +19,7 @@ from holdfast.plain import split_conformal
 from holdfast.predictor import Predictor
 from holdfast.scores import APS, HPS, RAPS, CustomScore, Score
 from holdfast.sets import PredictionSets
-from holdfast.smoothing import Smoother, fingerprint
+from holdfast.smoothing import Smoother
 from holdfast.store import LogitStore
 from holdfast.transforms import PTT
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from holdfast.conformal import Guarantee
 from holdfast.draws import Draws
 from holdfast.errors import HoldfastWarning, InputError
+from holdfast.fingerprint import Identity
 from holdfast.inputs import Batch, InputRange, batches, in_memory, length
 from holdfast.methods import Method, Setting, get_method
 from holdfast.methods.exact import Exact, ExactAsymmetric
@@ -25,7 +26,6 @@ from holdfast.predictor import Calibrated, Level, Predictor, noisy_scores, noisy
 from holdfast.progress import Bar, Report
 from holdfast.scores import Score, get_score, top_label
 from holdfast.smoothing import Classifier, Smoother, evaluation_mode
-from holdfast.smoothing import fingerprint as model_fingerprint
 from holdfast.transforms import PTT
 from holdfast.tuning import Holdout
 
@@ -81,7 +81,7 @@ def calibrate(
             queries of unknown classes.
         ids: integers that key each point's noise; positions by default.
         seed: reproducible calibration, for experiments; fresh operating-system entropy by default.
-        fingerprint: a string that identifies a model that is not an ``nn.Module``.
+        fingerprint: a string that identifies a model that is not an ``nn.Module``; needed to save the predictor.
         batch_size, device, autocast, channels_last, compile, progress: see :class:`Smoother`.
 
     Example:
@@ -128,8 +128,8 @@ def calibrate(
         smoother = min(smoothers, key=lambda s: _expected_size(s, parts, request, levels, seed))
     else:
         smoother = smoothers[0]
-    collected = _collect(smoother, parts, request, seed)
-    return _conformalize(smoother, collected, request, levels, class_names, fingerprint)
+    collected = _collect(smoother, parts, request, seed, fingerprint)
+    return _conformalize(smoother, collected, request, levels, class_names)
 
 
 conformalize = calibrate
@@ -285,6 +285,7 @@ class _Collected:
     inputs: InputRange | None
     unknown: int  # calibration points of classes that the model does not have
     worst: float  # their score: no class that the model has scores higher
+    identity: Identity | None
 
     @property
     def first_draws(self) -> Tensor:
@@ -299,7 +300,7 @@ class _Collected:
         held = Holdout(Draws(ptt(self.holdout.draws.values)), self.holdout.labels)
         calibration = None if self.calibration is None else Draws(ptt(self.calibration.values))
         worst = float(ptt(torch.tensor([self.worst], dtype=ptt.holdout.dtype)))
-        return _Collected(held, calibration, self.classes, self.accuracy, self.inputs, self.unknown, worst)
+        return replace(self, holdout=held, calibration=calibration, worst=worst)
 
     def keeps_unknown(self, rule: Method, threshold: float) -> bool:
         """Whether this threshold counts a query of an unknown class as covered, which no set of the model can do."""
@@ -307,7 +308,9 @@ class _Collected:
         return bool(rule.decide(draws, threshold, torch.zeros(1)).any())
 
 
-def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, only_holdout: bool = False) -> _Collected:
+def _collect(
+    smoother: Smoother, parts: _Parts, request: _Request, seed: int, fingerprint: str | None = None, only_holdout: bool = False
+) -> _Collected:  # fmt: skip
     """One pass over the data. PTT comes later: it is fitted on what is collected here."""
     streams = {role: Stream(seed, role) for role in ("holdout", "calibration")}
     draws = {"holdout": request.holdout_draws, "calibration": request.calibration_draws}
@@ -317,11 +320,13 @@ def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, on
     worst = 1.0 if kind == "plain" else torch.inf
     classes, right, seen, unknown = 0, 0.0, 0, 0
     inputs: InputRange | None = None
+    shape: tuple[int, ...] = ()
     source = (("holdout", b) for b in parts.holdout_batches()) if only_holdout else parts.all_batches()
     bar = Bar("smoothing", None if only_holdout else length(parts.data), smoother.progress)
     with evaluation_mode(smoother.model), bar:
         for role, batch in _small(source, smoother, draws):
             seen_here = InputRange.of(batch.images)
+            shape = seen_here.shape or shape
             inputs = seen_here if inputs is None else inputs.union(seen_here)
             logits = smoother.logits(batch.images, draws[role], streams[role], batch.ids)
             if seen == 0:
@@ -345,9 +350,15 @@ def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, on
                     unknown += int(foreign.sum())
             kept[role].append(scores.cpu())
             bar.advance(len(batch))
+        # Of the model as it ran here: it may be trained on before the predictor is saved.
+        known = (
+            None
+            if only_holdout or inputs is None
+            else Identity.of(smoother, shape, inputs.low, inputs.high, fingerprint)
+        )
     holdout = Holdout(Draws(torch.cat(kept["holdout"])), torch.cat(labels)) if labels else None
     calibration = Draws(torch.cat(kept["calibration"])) if kept["calibration"] else None
-    return _Collected(holdout, calibration, classes, right / max(seen, 1), inputs, unknown, worst)
+    return _Collected(holdout, calibration, classes, right / max(seen, 1), inputs, unknown, worst, known)
 
 
 def _warn_of_probabilities(logits: Tensor) -> None:
@@ -383,7 +394,7 @@ def _expected_size(smoother: Smoother, parts: _Parts, request: _Request, levels:
 
 def _conformalize(
     smoother: Smoother, collected: _Collected, request: _Request, levels: list[Level],
-    class_names: Sequence[str] | None, fingerprint: str | None,
+    class_names: Sequence[str] | None,
 ) -> Predictor:  # fmt: skip
     if collected.calibration is None:
         raise InputError("no calibration points are left after the holdout; give more data")
@@ -426,7 +437,7 @@ def _conformalize(
         holdout=collected.first_draws if request.transform == "ptt" else None,
         classes=classes,
         class_names=None if class_names is None else tuple(class_names),
-        model_fingerprint=fingerprint or model_fingerprint(smoother.model),
+        identity=collected.identity,
         holdout_size=0 if collected.holdout is None else len(collected.holdout),
         inputs=collected.inputs,
         provenance=_provenance(),

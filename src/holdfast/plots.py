@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from holdfast.artifact import make_folder, write_atomically
 from holdfast.errors import InputError
+from holdfast.files import make_folder, write_file
 
 # Six colours that readers with any of the three colour blindnesses tell apart, on white and on the dark page.
 COLORS = ("#0b5d8a", "#a3300a", "#05a387", "#4a0a2a", "#ad8e00", "#7420dc")
@@ -114,7 +114,7 @@ def write_files(figure: Any, folder: Path, name: str) -> list[Path]:
     make_folder(folder)
     paths = [folder / f"{name}.svg", folder / f"{name}.png"]
     for path, content in zip(paths, (svg(figure).encode(), png(figure)), strict=True):
-        write_atomically(path, content)
+        write_file(path, content)
     return paths
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from holdfast import plots
-from holdfast.artifact import make_folder, write_atomically
 from holdfast.audit import Audit
 from holdfast.errors import InputError
+from holdfast.files import make_folder, write_file
 
 NARROW = 6.0  # inches; a wider figure takes the whole width of the page, and scrolls on a phone
 
@@ -127,7 +127,7 @@ class Page:
     def write(self, path: Path, figures: Path | None = None) -> Path:
         """Write the page, and its figures as SVG and PNG into a folder where one is named."""
         make_folder(path.parent)
-        write_atomically(path, self.html().encode())
+        write_file(path, self.html().encode())
         if figures is not None:
             for figure in self.figures:
                 plots.write_files(figure.drawing, figures, figure.name)

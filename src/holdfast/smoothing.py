@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +24,9 @@ from holdfast.progress import Bar, Report
 Classifier = nn.Module | Callable[[Tensor], Tensor]
 
 _held: Counter[int] = Counter()  # by id of a module left in train mode: how many run it in eval mode now
-_holding = threading.RLock()  # of one thread with itself too: a generator that is collected leaves evaluation_mode anywhere
+_holding = (
+    threading.RLock()
+)  # of one thread with itself too: a generator that is collected leaves evaluation_mode anywhere
 
 _MODE_DEPENDENT = (
     nn.modules.dropout._DropoutNd,
@@ -65,33 +65,6 @@ def evaluation_mode(model: Classifier) -> Iterator[None]:
                 if not _held[id(module)]:
                     del _held[id(module)]
                     module.training = True
-
-
-def fingerprint(model: Classifier | str | Path) -> str | None:
-    """SHA-256 of a module's state dict (names, dtypes, shapes and bytes) or of a model file. None for a plain callable.
-
-    A model with a string attribute ``fingerprint`` is identified by that: adapters give the SHA-256 of their file.
-
-    Example:
-        >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
-        >>> fingerprint(a) == fingerprint(a), fingerprint(a) == fingerprint(b)
-        (True, False)
-    """
-    if isinstance(model, str | Path):
-        return hashlib.sha256(Path(model).read_bytes()).hexdigest()
-    own = getattr(model, "fingerprint", None)
-    if isinstance(own, str):
-        return own
-    if not isinstance(model, nn.Module):
-        return None
-    digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        if not isinstance(value, Tensor):
-            continue
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        flat = value.detach().cpu().clone(memory_format=torch.contiguous_format).flatten()
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def as_range(draws: int | range) -> range:

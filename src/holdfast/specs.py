@@ -123,12 +123,14 @@ def load_predictor(
     device: str | None = None,
     output: str = "logits",
     batch_size: int | None = None,
+    fingerprint: str | None = None,
 ) -> Predictor:
     """A saved predictor with its model, which is named as for :func:`load_model`."""
     classes = read(path)[0]["classes"]
     if model in MODELS and weights is None:
         raise InputError(f"{model} needs --weights FILE: those that the predictor was calibrated with")
-    return load(path, load_model(model, weights, classes, device, output), batch_size=batch_size, device=device)
+    network = load_model(model, weights, classes, device, output)
+    return load(path, network, fingerprint=fingerprint, batch_size=batch_size, device=device)
 
 
 def load_parts(

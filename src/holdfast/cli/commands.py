@@ -17,6 +17,7 @@ from holdfast.cli.console import (
     Device,
     Epsilon,
     Figures,
+    Fingerprint,
     Json,
     ModelOutput,
     ModelSpec,
@@ -50,7 +51,11 @@ def demo(
     """
     from holdfast.experiments.demo import ALPHA, ATTACKED, EPSILON, SIGMA, run_demo
     from holdfast.experiments.demo_report import write_report
+    from holdfast.files import check_folder
 
+    check_folder(folder, "report.html", "results.json", "predictor.safetensors")
+    if figures is not None:
+        check_folder(figures)
     with err.status("starting") as status:
         result = run_demo(seed, say=lambda text: status.update(text) if err.is_terminal else err.print(text))
     page = write_report(result, folder, figures)
@@ -168,16 +173,20 @@ def evaluate(
     `logits[i, j]` are the outputs for image i plus the j-th noise vector, noise independent across images and draws.
     `holdfast smooth` makes a store of them; one that is too large for memory is read piece by piece.
     """
-    from holdfast.artifact import check_place
     from holdfast.errors import InputError
     from holdfast.experiments.manifest import manifest, write_results
     from holdfast.experiments.stored import evaluate_logits
+    from holdfast.files import check_folder, check_place
 
     start = time.monotonic()
     if report is not None:
         check_place(report)
     elif figures is not None:
         raise InputError("--figures are those of the page: say where it goes with --report FILE.html")
+    if save is not None:
+        check_folder(save.parent, save.name)
+    if figures is not None:
+        check_folder(figures)
     names = list(method or ["all"])
     names = list(METHODS) if "all" in names else names
     transforms = ("none", "ptt") if transform == "both" else (transform,)
@@ -280,6 +289,7 @@ def audit(
     surrogate_weights: Annotated[
         Path | None, typer.Option(help="Its checkpoint, where it is a built-in model.")
     ] = None,
+    fingerprint: Fingerprint = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -292,16 +302,21 @@ def audit(
     """
     from holdfast.errors import InputError
     from holdfast.experiments.side_by_side import AuditRequest, run_audit, write_audit
+    from holdfast.files import check_folder
 
     if figures is not None and folder is None:
         raise InputError("--figures are those of the page: say where it goes with --out FOLDER")
+    if folder is not None:
+        check_folder(folder, "audit.html", "audit.json")
+    if figures is not None:
+        check_folder(figures)
     start = time.monotonic()
     request = AuditRequest(
         model=model, weights=weights, data=data, data_dir=data_dir, predictor=predictor, sigma=sigma, epsilon=epsilon,
         alpha=alpha, methods=tuple(method or ("cp", "rscp", "rscp_plus_hoeffding", "rcp1", "auto")), score=score, draws=draws,
         mean_draws=mean_draws, images=images, radii=tuple(radius) if radius else None, steps=steps, attack_draws=attack_draws,
         restarts=restarts, clip=clip, attacks=tuple(attack) if attack else None, surrogate=surrogate,
-        surrogate_weights=surrogate_weights, part=part, output=model_output, device=device, seed=seed,
+        surrogate_weights=surrogate_weights, part=part, output=model_output, fingerprint=fingerprint, device=device, seed=seed,
     )  # fmt: skip
     with err.status("starting") as status:
         result = run_audit(request, say=lambda text: status.update(text) if err.is_terminal else err.print(text))

@@ -83,6 +83,12 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda; the model's own b
 Secret = Annotated[
     int | None, typer.Option(help="For experiments: a seed makes the noise guessable. Fresh entropy by default.")
 ]
+Fingerprint = Annotated[
+    str | None,
+    typer.Option(
+        help="A string that stands for a model without a fingerprint, the same at calibration and afterwards."
+    ),
+]
 ClassNames = Annotated[str | None, typer.Option(help="Names separated by commas, or a text file with one per line.")]
 Figures = Annotated[
     Path | None, typer.Option("--figures", help="Also write the page's figures into this folder, as SVG and PNG.")

@@ -12,6 +12,7 @@ import typer
 from holdfast.cli.console import (
     DataDir,
     Device,
+    Fingerprint,
     Json,
     ModelOutput,
     Part,
@@ -61,6 +62,7 @@ def explore(
         int | None, typer.Option(help="Calibration points; 9/20 of the data, at most 2000, by default.")
     ] = None,
     gallery: Annotated[int | None, typer.Option(help="Test images on show, 500 at most by default.")] = None,
+    fingerprint: Fingerprint = None,
     device: Device = None,
     seed: Seed = 0,
     host: Annotated[str, typer.Option(help="Address to listen on; this machine only by default.")] = "127.0.0.1",
@@ -95,7 +97,20 @@ def explore(
     if saved is None and model is None:
         torch.set_num_threads(1)  # tensors this small cost more to share among threads than to compute
     subject = _subject(
-        saved, model, data, sigma, weights, model_output, data_dir, part, score, calibration, gallery, device, seed
+        saved,
+        model,
+        data,
+        sigma,
+        weights,
+        model_output,
+        data_dir,
+        part,
+        score,
+        calibration,
+        gallery,
+        device,
+        seed,
+        fingerprint,
     )
     explorer = Explorer(
         Lineup(
@@ -127,7 +142,7 @@ def _say(text: str) -> None:
 def _subject(
     saved: Path | None, model: str | None, data: str | None, sigma: float | None, weights: str | None, output: str,
     data_dir: Path | None, part: str | None, score: str, calibration: int | None, gallery: int | None,
-    device: str | None, seed: int,
+    device: str | None, seed: int, fingerprint: str | None,
 ) -> Subject:  # fmt: skip
     """What the arguments name: the demo, a model with data, or a saved predictor with both."""
     from holdfast.explore.subject import digits_subject, own_subject, saved_subject
@@ -147,7 +162,7 @@ def _subject(
         raise InputError("expected --sigma above 0, the noise that the model was trained for")
     points = take_part(load_data(data, data_dir), part)
     if saved is not None:
-        predictor = load_predictor(saved, model, weights, device, output)
+        predictor = load_predictor(saved, model, weights, device, output, fingerprint=fingerprint)
         return saved_subject(predictor, points, calibration=calibration, gallery=gallery, seed=seed)
     assert sigma is not None
     network = load_model(model, weights, len(points.class_names), device, output)

@@ -15,6 +15,7 @@ from holdfast.cli.console import (
     DataSpec,
     Device,
     Figures,
+    Fingerprint,
     Json,
     ModelOutput,
     ModelSpec,
@@ -75,6 +76,7 @@ def calibrate(
         int | None, typer.Option(help="Outputs of a built-in model; as many as the data have by default.")
     ] = None,
     class_names: ClassNames = None,
+    fingerprint: Fingerprint = None,
     batch_size: BatchSize = None,
     device: Device = None,
     autocast: Annotated[
@@ -92,8 +94,9 @@ def calibrate(
     """
     import torch
 
-    from holdfast.artifact import check_place
     from holdfast.calibration import calibrate as run
+    from holdfast.files import check_place
+    from holdfast.fingerprint import identifier
     from holdfast.specs import MODELS, load_inputs, load_model
 
     start = time.monotonic()
@@ -105,10 +108,11 @@ def calibrate(
         raise InputError(f"{model} needs --weights FILE: a network that was not trained has nothing to calibrate")
     outputs = classes or (len(names) if names else int(points.labels.max()) + 1 if len(points) else 0)
     network = load_model(model, weights, outputs, device, model_output)
+    identifier(network, fingerprint)  # a model that could not be saved is not calibrated either
     predictor = run(
         network, (points.images, points.labels), epsilon=epsilon, sigma=sigma, alpha=alpha or 0.1, score=score, method=method,
         draws=draws, calibration_draws=calibration_draws, transform=transform, beta=beta, holdout=holdout,
-        randomize=randomize, class_names=names, seed=seed, batch_size=batch_size, device=device,
+        randomize=randomize, class_names=names, seed=seed, fingerprint=fingerprint, batch_size=batch_size, device=device,
         autocast=getattr(torch, autocast) if autocast else None, channels_last=channels_last, compile=compile_,
     )  # fmt: skip
     predictor.provenance.update(
@@ -132,13 +136,9 @@ def calibrate(
         size = f"{level['estimated_size']:.2f} of {predictor.classes} labels"
         out.print(f"estimated size  {size}, on {min(ESTIMATED, len(points))} of these inputs\n", highlight=False)
     out.print(f"predictor       {save}", highlight=False, soft_wrap=True)
-    if predictor.model_fingerprint is None:
-        out.print(
-            "                the model has no fingerprint: another one in its place would not be noticed",
-            highlight=False,
-        )
     given = f"--model {model}" + (f" --weights {weights}" if weights else "")
     given += f" --model-output {model_output}" if model_output != "logits" else ""
+    given += f" --fingerprint {fingerprint}" if fingerprint else ""
     for command in (f"predict {save} {given} --data NEW", f"report {save} {given} --data LABELLED",
                     f"audit --predictor {save} {given} --data LABELLED"):  # fmt: skip
         out.print(f"next            holdfast {command}", highlight=False, soft_wrap=True, markup=False)
@@ -181,6 +181,7 @@ def predict(
         Literal["jsonl", "csv"] | None,
         typer.Option("--format", help="By the ending of the file: .jsonl or .csv; jsonl on the screen."),
     ] = None,
+    fingerprint: Fingerprint = None,
     device: Device = None,
     batch_size: BatchSize = None,
     seed: Secret = None,
@@ -191,14 +192,14 @@ def predict(
     Rows go to the screen, or to `--out` as a whole. Where the data have labels, coverage is measured too. The summary goes
     to stderr when the rows are on the screen; `--json` prints it, rows included unless they went to a file.
     """
-    from holdfast.artifact import check_place, write_atomically
+    from holdfast.files import check_place, write_file
     from holdfast.set_rows import format_of, set_rows, write_rows
     from holdfast.specs import load_inputs, load_predictor
 
     if to is not None:
         check_place(to)
     rows_as = form or format_of(to)
-    predictor = load_predictor(saved, model, weights, device, model_output, batch_size)
+    predictor = load_predictor(saved, model, weights, device, model_output, batch_size, fingerprint)
     inputs = load_inputs(data, data_dir, part)
     sets = _sets(predictor, inputs, alpha, epsilon, nested, seed, early_exit)
     index = inputs.rows.tolist()
@@ -219,7 +220,7 @@ def predict(
         summary["coverage"] = coverage.__dict__
         lines.append(f"coverage {coverage} on the labels in the data, attacked by nobody")
     if to is not None:
-        write_atomically(to, write_rows(sets, rows_as, index).encode())
+        write_file(to, write_rows(sets, rows_as, index).encode())
         lines.append(f"rows     {to}")
     if as_json:
         print_json(summary if to is not None else {**summary, "rows": list(set_rows(sets, index))})
@@ -257,21 +258,24 @@ def report(
     epsilon: LevelEpsilon = None,
     to: Annotated[Path, typer.Option("--out", help="The page.")] = Path("report.html"),
     figures: Figures = None,
+    fingerprint: Fingerprint = None,
     device: Device = None,
     batch_size: BatchSize = None,
     seed: Secret = None,
     as_json: Json = False,
 ) -> None:
     """One self-contained page on a saved predictor and labelled data: promise, curves, sizes, classes, examples, cost, origin."""
-    from holdfast.artifact import check_place
+    from holdfast.files import check_folder, check_place
+    from holdfast.fingerprint import fingerprint as file_digest
     from holdfast.metrics import check_labels
     from holdfast.predictor_page import predictor_page
-    from holdfast.smoothing import fingerprint
     from holdfast.specs import load_inputs, load_predictor
     from holdfast.store.key import data_fingerprint
 
     check_place(to)
-    predictor = load_predictor(saved, model, weights, device, model_output, batch_size)
+    if figures is not None:
+        check_folder(figures)
+    predictor = load_predictor(saved, model, weights, device, model_output, batch_size, fingerprint)
     promise = predictor.guarantee_for(alpha, epsilon)
     inputs = load_inputs(data, data_dir, part, labelled=True)
     assert inputs.labels is not None
@@ -282,7 +286,7 @@ def report(
     origin = {
         "test data": f"{inputs.name}, {f'part {part}' if part else 'all of it'}, {len(inputs)} inputs",
         "test data fingerprint": data_fingerprint((inputs.images, labels)),
-        "predictor": f"{saved.name}, SHA-256 {fingerprint(saved)}",
+        "predictor": f"{saved.name}, SHA-256 {file_digest(saved)}",
         "noise": "fresh from the operating system" if seed is None else f"seed {seed}: for experiments, it can be guessed",
         "command": command_line(),
     }  # fmt: skip
@@ -306,13 +310,13 @@ def show(saved: Saved, as_json: Json = False) -> None:
     Needs no model: every threshold is computed again from the scores in the file.
     """
     from holdfast.artifact import promises, read
+    from holdfast.fingerprint import fingerprint as file_digest
     from holdfast.inputs import InputRange
-    from holdfast.smoothing import fingerprint
 
     manifest, tensors = read(saved)
     levels = promises(saved, manifest, tensors)
     if as_json:
-        print_json({"file": str(saved), "sha256": fingerprint(saved), **manifest})
+        print_json({"file": str(saved), "sha256": file_digest(saved), **manifest})
         return
     for entry in manifest["levels"]:
         out.print(entry["guarantee"]["statement"], highlight=False, soft_wrap=True)
@@ -335,12 +339,12 @@ def show(saved: Saved, as_json: Json = False) -> None:
     more = ", ..." if names and len(names) > 20 else ""
     known = {
         "classes": f"{manifest['classes']}" + (f": {', '.join(names[:20])}" if names else "") + more,
-        "inputs": "unknown" if seen is None else str(InputRange.from_dict(seen)),
+        "inputs": str(InputRange.from_dict(seen)),
         "calibration": f"{len(tensors['calibration'])} points, holdout {manifest['holdout_size']}",
         "numerics": ", ".join(f"{key} {value}" for key, value in manifest["numerics"].items()),
-        "fingerprint": manifest["model_fingerprint"] or "none: another model in its place would not be noticed",
+        "fingerprint": manifest["model_fingerprint"],
         **manifest["provenance"],
-        "file": f"{saved}, format {manifest['format']}, SHA-256 {fingerprint(saved)}",
+        "file": f"{saved}, format {manifest['format']}, SHA-256 {file_digest(saved)}",
     }
     out.print("")
     for key, value in known.items():

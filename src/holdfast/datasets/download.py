@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
-from holdfast.artifact import make_folder
 from holdfast.datasets.known import SOURCES, File, md5_of, official_md5, owner_of, source_of
 from holdfast.errors import InputError
+from holdfast.files import check_place, make_folder, target
 from holdfast.progress import Bar, Report
 
 CHUNK = 1 << 18
@@ -49,7 +49,8 @@ def download(
     for file, place in zip(source.files, places):
         make_folder(place.parent)
         if not (place.is_file() and _state(place, file) == "verified"):
-            _Download(urljoin(address, file.name), place, file, timeout, progress).run()
+            check_place(place)
+            _Download(urljoin(address, file.name), target(place), file, timeout, progress).run()
     return places
 
 

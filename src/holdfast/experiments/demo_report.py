@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from holdfast import plots
-from holdfast.artifact import make_folder, write_atomically
 from holdfast.experiments.demo import ALPHA, ATTACKED, ENTRIES, EPSILON, RADII, SIGMA, DemoResult
+from holdfast.files import make_folder, write_file
 from holdfast.predictor_page import facts
 from holdfast.report import (
     Figure,
@@ -99,5 +99,5 @@ def write_report(result: DemoResult, folder: Path, figures: Path | None = None) 
         )
     )
     best.save(folder / "predictor.safetensors")
-    write_atomically(folder / "results.json", json.dumps(result.to_dict(), indent=1).encode())
+    write_file(folder / "results.json", json.dumps(result.to_dict(), indent=1).encode())
     return page.write(folder / "report.html", figures)

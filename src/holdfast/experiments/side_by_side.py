@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.artifact import load, make_folder, read, write_atomically
+from holdfast.artifact import load, read
 from holdfast.attacks import transfer
 from holdfast.audit import Audit, CustomAttack
 from holdfast.audit import audit as attack_predictors
@@ -19,6 +19,7 @@ from holdfast.calibration import calibrate
 from holdfast.datasets import Labelled
 from holdfast.errors import InputError
 from holdfast.experiments.manifest import manifest
+from holdfast.files import make_folder, write_file
 from holdfast.methods import get_method
 from holdfast.predictor import Predictor
 from holdfast.smoothing import Classifier
@@ -53,6 +54,7 @@ class AuditRequest:
     surrogate_weights: str | Path | None = None
     part: str | None = None
     output: str = "logits"
+    fingerprint: str | None = None
     device: str | None = None
     seed: int = 0
 
@@ -65,7 +67,11 @@ def run_audit(request: AuditRequest, say: Callable[[str], None] = print) -> Audi
     if request.model == "small-cnn" and request.weights is None:
         model, data = _trained(request, data, say)
     if request.predictor is not None:
-        predictors = {request.predictor.stem: load(request.predictor, model, device=request.device)}
+        predictors = {
+            request.predictor.stem: load(
+                request.predictor, model, fingerprint=request.fingerprint, device=request.device
+            )
+        }
         (test,) = data.split(-1, seed=request.seed)  # files are often sorted by class; a prefix of them is no sample
     else:
         predictors, test = _calibrated(request, model, data, say)
@@ -153,7 +159,7 @@ def write_audit(
     about = manifest("holdfast audit", config, seconds)
     page = _page(request, audit, seconds)
     make_folder(folder)
-    write_atomically(folder / "audit.json", json.dumps({**audit.to_dict(), "manifest": about}, indent=1).encode())
+    write_file(folder / "audit.json", json.dumps({**audit.to_dict(), "manifest": about}, indent=1).encode())
     return page.write(folder / "audit.html", figures)
 
 

@@ -154,6 +154,10 @@ class Method(ABC):
             beta=s.beta if self.pays_beta else None, score=score, transform=transform,
         )  # fmt: skip
 
+    def verify(self) -> None:
+        """Raise unless setting and parameters are such that the theorem holds: a file may state anything."""
+        self.guarantee()
+
     def parameters(self) -> dict[str, Any]:
         """What fit chose, as plain JSON values."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "setting"}

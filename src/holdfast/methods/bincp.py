@@ -164,7 +164,9 @@ class BinCPSharp(BinCP):
     def p_value(self, covered: int, m: int, n: int) -> float:
         """Given t, the clean (c+1)-th largest score exceeds it with probability B, F(t) < p_L with at most B / (1 - eta/2)."""
         side = self.eta / 2
-        law = conformal_law(n, conformal_rank(n, self.miscoverage), lambda clean: np.minimum(clean / (1 - side) + side, 1.0))
+        law = conformal_law(
+            n, conformal_rank(n, self.miscoverage), lambda clean: np.minimum(clean / (1 - side) + side, 1.0)
+        )
         return covered_at_most_given(covered, m, *law)
 
 
@@ -187,6 +189,11 @@ class BinCPThreshold(Shares):
             raise InputError(f"{cls.name} fixes its threshold on a holdout; give one")
         pooled = holdout.true.values.flatten()
         return cls(setting, t=float(pooled.kthvalue(math.ceil((1 - setting.alpha) * len(pooled))).values))
+
+    def verify(self) -> None:
+        super().verify()
+        if not 0 < self.eta < self.setting.alpha:
+            raise InputError(f"expected eta between 0 and alpha, got {self.eta}")
 
     def calibration_statistic(self, true: Draws) -> Tensor:
         return true.above(self.t)

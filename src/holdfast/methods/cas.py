@@ -9,6 +9,7 @@ from torch import Tensor
 from holdfast.bounds import bernstein, dkw, gaussian_shift, hoeffding
 from holdfast.conformal import conformal_quantile
 from holdfast.draws import Draws
+from holdfast.errors import InputError
 from holdfast.methods.bincp import Bounded
 
 
@@ -46,6 +47,11 @@ class CAS(Bounded):
         """The upper bound of a label whose every score is 1: no label's is smaller."""
         draws = self.test_draws
         return min(hoeffding(draws, self.level), float(bernstein(0.0, draws, self.level)))
+
+    def verify(self) -> None:
+        super().verify()
+        if not 0 < self.eta < self.setting.alpha:
+            raise InputError(f"expected eta between 0 and alpha, got {self.eta}")
 
     def calibration_statistic(self, true: Draws) -> Tensor:
         return self._through_cdf(true, -1)

@@ -63,6 +63,13 @@ class CountRule(Method):
             raise InputError("a randomised boundary needs one uniform number per image, independent of the noise")
         return torch.where((v < self.gamma)[:, None], draws.largest(self.kappa + 2), strict)
 
+    def verify(self) -> None:
+        super().verify()
+        if not (0 <= self.kappa < self.test_draws and 0 <= self.gamma < 1):
+            raise InputError(
+                f"expected 0 <= kappa < {self.test_draws} draws and 0 <= gamma < 1, got kappa {self.kappa}, gamma {self.gamma}"
+            )
+
     @abstractmethod
     def holdout_risk(self, law: ndarray) -> ndarray:
         """What calibration keeps below alpha (or alpha'), minus it, at each threshold of a holdout's count law."""
@@ -89,6 +96,11 @@ class Exact(CountRule):
         """alpha', the conformal level that certifies alpha under attack."""
         s = self.setting
         return hull_level(self.calibration_draws, self.c, self.test_draws, self.kappa, s.r, s.alpha, self.gamma)
+
+    def verify(self) -> None:
+        super().verify()
+        if not 0 <= self.c < self.calibration_draws:
+            raise InputError(f"expected 0 <= c < {self.calibration_draws} calibration draws, got c = {self.c}")
 
     @classmethod
     def fit(cls, setting: Setting, holdout: Holdout | None = None, randomize: bool = False) -> Exact:
@@ -162,6 +174,12 @@ class ExactAsymmetric(CountRule):
                 f"expected a nondecreasing g on 0..{self.calibration_draws} calibration draws, got {len(self.g)} values"
             )
 
+    def verify(self) -> None:
+        super().verify()
+        gap = majorant_gap(self.g, self.test_draws, self.kappa, self.setting.r, self.gamma)
+        if not (gap <= 0 and self.g[0] >= 0):
+            raise InputError(f"g is no majorant: it falls short of the worst-case miss rate by {gap:.3g}")
+
     def holdout_risk(self, law: ndarray) -> ndarray:
         n = self.setting.n
         return (n * law @ np.array(self.g) + self.g[-1]) / (n + 1) - self.setting.alpha
@@ -219,6 +237,11 @@ class RCP1(Exact):
     @classmethod
     def fit(cls, setting: Setting, holdout: Holdout | None = None, randomize: bool = False) -> RCP1:
         return cls(setting)
+
+    def verify(self) -> None:
+        super().verify()
+        if self.gamma != 0:
+            raise InputError(f"{self.name} forgives nothing; expected gamma 0, got {self.gamma}")
 
     def calibration_statistic(self, true: Draws) -> Tensor:
         return true.values[..., 0]

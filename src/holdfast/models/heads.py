@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from holdfast.errors import InputError
+from holdfast.fingerprint import fingerprint
 from holdfast.sealing import pack, unpack
-from holdfast.smoothing import fingerprint
 
 
 def last_linear(model: nn.Module) -> tuple[str, nn.Linear]:

@@ -24,8 +24,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from holdfast.artifact import make_folder, write_atomically
 from holdfast.errors import InputError
+from holdfast.files import make_folder, write_atomically
 from holdfast.metrics import check_labels
 from holdfast.sealing import DamagedError
 from holdfast.smoothing import Smoother, evaluation_mode

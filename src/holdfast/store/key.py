@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 
 from holdfast.errors import InputError
+from holdfast.fingerprint import fingerprint
 from holdfast.inputs import batches, in_memory, length
 from holdfast.noise import Stream
-from holdfast.smoothing import Classifier, Smoother, fingerprint
+from holdfast.smoothing import Classifier, Smoother
 
 
 def data_fingerprint(data: Any) -> str:

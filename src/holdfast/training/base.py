@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load as deserialize
 from torch import Tensor, nn
 
-from holdfast.artifact import make_folder, write_atomically
 from holdfast.datasets import Labelled
 from holdfast.errors import InputError
+from holdfast.files import check_folder, write_file
 from holdfast.inputs import extremes
 from holdfast.models.checkpoints import weights_bytes
 from holdfast.progress import Bar, Report
@@ -204,7 +204,7 @@ def train_base(
     starts from the weights it has: a trained classifier is fine-tuned, a fresh one trained.
     """
     out, checkpoint = Path(out), checkpoint_path(out)
-    make_folder(out.parent)
+    check_folder(out.parent, out.name, out.with_suffix(".json").name, checkpoint.name)
     check_logits(model, train, device)
     trainer = Trainer(model, train, recipe, device)
     belongs = {**asdict(recipe), "data": train.fingerprint}
@@ -251,8 +251,8 @@ def train_base(
         "hardware": hardware(trainer.device),
         "torch": torch.__version__,
     }
-    write_atomically(out, content)
-    write_atomically(out.with_suffix(".json"), (json.dumps(card, indent=1) + "\n").encode())
+    write_file(out, content)
+    write_file(out.with_suffix(".json"), (json.dumps(card, indent=1) + "\n").encode())
     checkpoint.unlink(missing_ok=True)
     return card
 

@@ -11,8 +11,8 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from holdfast.artifact import write_atomically
 from holdfast.errors import InputError
+from holdfast.files import write_file
 from holdfast.sealing import pack, unpack
 
 
@@ -26,7 +26,7 @@ class Checkpoint:
 
     def save(self, path: Path, recipe: Mapping[str, Any]) -> None:
         """Replace ``path`` in one step: a kill leaves the old checkpoint or the new one."""
-        write_atomically(path, pack(self.state, {"epoch": self.epoch, "seconds": self.seconds, "recipe": recipe}))
+        write_file(path, pack(self.state, {"epoch": self.epoch, "seconds": self.seconds, "recipe": recipe}))
 
     @classmethod
     def load(cls, path: Path, recipe: Mapping[str, Any], expected: Mapping[str, Tensor]) -> Checkpoint | None:

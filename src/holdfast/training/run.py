@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.artifact import make_folder, write_atomically
 from holdfast.datasets import Labelled
 from holdfast.draws import Draws
 from holdfast.errors import InputError
+from holdfast.files import check_folder, write_file
+from holdfast.fingerprint import fingerprint
 from holdfast.methods.base import Setting
 from holdfast.methods.exact import Exact
 from holdfast.models.checkpoints import weights_bytes
 from holdfast.models.heads import head_bytes, last_linear
 from holdfast.progress import Report
 from holdfast.scores import log_odds
-from holdfast.smoothing import fingerprint
 from holdfast.training.bank import FeatureBank
 from holdfast.training.base import check_logits, hardware
 from holdfast.training.conformal import ConformalLoss, ExactRCT
@@ -147,7 +147,7 @@ def train_conformal(
     ``base`` names the weights that ``model`` carries. A ``bank`` built elsewhere over the same data is used as it is.
     """
     out, checkpoint = Path(out), checkpoint_path(out)
-    make_folder(out.parent)
+    check_folder(out.parent, out.name, out.with_suffix(".json").name, checkpoint.name)
     if not resume:
         checkpoint.unlink(missing_ok=True)
     check_logits(model, data, device)
@@ -210,6 +210,6 @@ def train_conformal(
         "history": history,
         "sha256": hashlib.sha256(content).hexdigest(),
     }
-    write_atomically(out, content)
-    write_atomically(out.with_suffix(".json"), (json.dumps(card, indent=1) + "\n").encode())
+    write_file(out, content)
+    write_file(out.with_suffix(".json"), (json.dumps(card, indent=1) + "\n").encode())
     return card

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.artifact import write_atomically
 from holdfast.errors import InputError
 from holdfast.experiments.manifest import manifest, write_results
 from holdfast.experiments.reproduce import show
@@ -18,6 +17,7 @@ from holdfast.experiments.reproduce.figures import FROM_TABLES, Figure, figures
 from holdfast.experiments.reproduce.material import Material
 from holdfast.experiments.reproduce.paper import tables
 from holdfast.experiments.reproduce.runner import Computed, Say, capped, compute, rows_of
+from holdfast.files import check_folder, write_file
 
 
 def catalogue() -> dict[str, Table | Figure]:
@@ -66,6 +66,7 @@ class Run:
                 self.say(f"{name}: done before")
                 files.append(path)
                 continue
+            check_folder(self.out, path.name)
             self.say(f"{name}: {item.title}")
             start = time.monotonic()
             try:
@@ -125,7 +126,7 @@ def write_page(path: Path) -> list[Path]:
         better = show.improvements(rows)
         lines += ["Improvement over the baseline:", "", *(f"- {line}" for line in better), ""] if better else []
         written.append(path.with_suffix(".md"))
-        write_atomically(written[-1], "\n".join(lines).encode())
+        write_file(written[-1], "\n".join(lines).encode())
         table = Grid(head, [[Cell(entry) for entry in line] for line in body])
     figure = draw(name, rows)
     if figure is not None:
