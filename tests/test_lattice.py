@@ -172,7 +172,9 @@ def test_attacks_move_float64_inputs_by_epsilon(attack: str) -> None:
 # -- every way in ------------------------------------------------------------------------------------------------------
 
 
-X = 5.4e6 + torch.tensor([[0.25, 3.1, 0.126], [0.24, -7.0, 9.3], [0.26, 1e-3, 9.0], [-0.26, 0.5, 1.4]], dtype=torch.float64)
+X = 5.4e6 + torch.tensor(
+    [[0.25, 3.1, 0.126], [0.24, -7.0, 9.3], [0.26, 1e-3, 9.0], [-0.26, 0.5, 1.4]], dtype=torch.float64
+)
 Y = torch.tensor([0, 1, 2, 1])
 
 
@@ -207,7 +209,9 @@ def test_stores_and_workers_keep_float64(tmp_path: Path) -> None:
     expected = First()(Stream(0, "test").noisy(X, torch.arange(4), range(4), 1.0))
     assert torch.equal(store.read(range(4), 4, torch.float32), expected.half().float())
     with Filling(LogitStore.open(tmp_path / "cluster", key), 4, False) as work:
-        Pool(Ray(lambda *_: False, random.Random(0)), Cluster(), 0.0, Recipe(key, None, 1), First(), False, 1).run(work, (X, Y))
+        Pool(Ray(lambda *_: False, random.Random(0)), Cluster(), 0.0, Recipe(key, None, 1), First(), False, 1).run(
+            work, (X, Y)
+        )
     assert torch.equal(work.store.read(range(4), 4, torch.float32), expected.half().float())
     assert data_fingerprint((X, Y)) != data_fingerprint((X + 1e-3, Y))
     assert data_fingerprint((X.float(), Y)) != data_fingerprint((X, Y))
@@ -224,7 +228,10 @@ def test_files_keep_float64_and_training_takes_it(tmp_path: Path) -> None:
     fit_under_noise(nearest(), images.double(), labels, 0.1, epochs=1, progress=False)
     for dtype, wide in ((torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
         assert check_images(images.to(dtype)).dtype == wide
-        assert pgd(NoisyModel(nearest(), 0.1, 2, Stream(0, "attack")), images.to(dtype), labels, 0.1, steps=2).dtype == wide
+        assert (
+            pgd(NoisyModel(nearest(), 0.1, 2, Stream(0, "attack")), images.to(dtype), labels, 0.1, steps=2).dtype
+            == wide
+        )
 
 
 def test_json_requests_keep_float64() -> None:
@@ -301,7 +308,9 @@ def cell_probability(i: int, j: int) -> float:
     turn, turn_words = angle(second).unique(return_counts=True)
     cos, sin, total = turn.cos(), turn.sin(), 0
     for part, words in zip(radius.split(512), radius_words.split(512), strict=True):
-        inside = (to_lattice_(part[:, None] * cos, 1.0) == i * step) & (to_lattice_(part[:, None] * sin, 1.0) == j * step)
+        inside = (to_lattice_(part[:, None] * cos, 1.0) == i * step) & (
+            to_lattice_(part[:, None] * sin, 1.0) == j * step
+        )
         total += int((inside.double() @ turn_words.double()).round().long() @ words)
     return total / 2.0**64
 

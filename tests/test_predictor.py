@@ -35,7 +35,7 @@ from holdfast.smoothing import Smoother
 from holdfast.transforms import PTT
 from holdfast.tuning import Holdout
 
-from .test_smoothing import SHAPE, Recorder, nearest, network, toy
+from .test_smoothing import Recorder, nearest, network, toy
 
 # Averaging methods need more draws than this to say anything; that they say nothing is warned about, and not at issue.
 trivial_is_fine = pytest.mark.filterwarnings("ignore:.*can only return the full label set:holdfast.HoldfastWarning")
@@ -348,7 +348,10 @@ def test_holdout_and_calibration_are_disjoint_and_exhaustive(asked: int | None, 
         )  # fmt: skip
     assert (predictor.holdout_size, predictor.guarantee.n) == (held, 120 - held)
     seen, ids = recorder.inputs, torch.arange(120)
-    roles = {role: Stream(4, role).gaussian(ids, range(1), (5,))[:, 0] for role in ("holdout", "calibration")}
+    roles = {
+        role: Stream(4, role).noisy(torch.zeros(120, 5), ids, range(1), 1.0)[:, 0]
+        for role in ("holdout", "calibration")
+    }
     used = {role: {i for i in range(120) if (seen == noise[i]).all(dim=1).any()} for role, noise in roles.items()}
     assert len(used["holdout"]) == held
     assert used["holdout"] | used["calibration"] == set(range(120))

@@ -20,7 +20,7 @@ from torch import Tensor
 from holdfast.errors import InputError
 from holdfast.store.grid import Chunk
 
-FORMAT = 1
+FORMAT = 2  # 1: logits of noise that was not rounded to a lattice
 LARGEST = torch.finfo(torch.float16).max
 
 JSON_MARK = b'"checksum": "'
