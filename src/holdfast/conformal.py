@@ -20,7 +20,8 @@ ASSUMPTIONS = (
     "Everything tuned (rule, transform, sigma, draws) was tuned on the holdout, never on the calibration points.",
     "The promise is marginal and per query: not per class, not simultaneous over several alpha or epsilon, "
     "not for a level picked after seeing sets, and not for the best of many repeated queries.",
-    "Floating-point noise stands in for real Gaussian noise.",
+    "Pseudo-random numbers of a secret seed (Philox), added to the input and rounded with it to a grid of about sigma / 1024, "
+    "stand in for real Gaussian noise.",
 )
 
 
