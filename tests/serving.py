@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import time
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,9 +230,9 @@ def load(port: int, connections: int, requests: int | None, prefix: str = "r") -
 
 
 def quiet_load(path: Path, model: Any) -> Predictor:
-    """Load under a recorder, which has no fingerprint."""
+    """Load under a recorder, which stands for the module it runs."""
     from holdfast.artifact import load as read
+    from holdfast.fingerprint import fingerprint
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return read(path, model, progress=False)
+    own = fingerprint(model.model) if isinstance(model, Recorder) else None
+    return read(path, model, fingerprint=own, progress=False)

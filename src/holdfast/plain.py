@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from holdfast.conformal import warn_of_coverage
 from holdfast.draws import Draws, joined, pieces
 from holdfast.errors import InputError
 from holdfast.inputs import check_probabilities, check_table, extremes
@@ -69,6 +70,7 @@ def split_conformal(
     known = _checked(calibration[0], "calibration", function)
     n, classes = known.shape
     labels = _labels(calibration[1], n, classes).to(known.device)
+    warn_of_coverage(_level(alpha))
     rule = SplitCP(Setting(_level(alpha), 0.0, 0.0, 1, n, classes))
     guarantee = rule.guarantee("given" if function is None else function.name)
     values = _checked(test, "test", function)

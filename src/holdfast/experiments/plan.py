@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from holdfast.bounds import gaussian_shift, hoeffding
-from holdfast.conformal import Guarantee
+from holdfast.conformal import Guarantee, warn_of_coverage
 from holdfast.draws import Draws
 from holdfast.errors import InputError
 from holdfast.methods import Setting
@@ -51,6 +51,7 @@ def make_plan(
     holdout: Holdout | None = None,
 ) -> list[Plan]:  # fmt: skip
     """The best exact rules for these draws, RCP1, and what RSCP+ would pay for Monte Carlo error."""
+    warn_of_coverage(alpha)
     for method, budget in (("exact", None), ("rscp_plus_hoeffding", beta)):  # refused before anything is solved
         Guarantee(method, True, alpha, epsilon, sigma, draws, n, calibration_draws, budget)
     cal = max(calibration_draws, draws)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from holdfast.conformal import Guarantee
+from holdfast.conformal import Guarantee, warn_of_coverage
 from holdfast.datasets.splits import Split, random_splits
 from holdfast.draws import Draws, in_pieces
 from holdfast.errors import InputError
@@ -258,6 +258,7 @@ def make_runners(
     requests: Sequence[Request], score: Score, *, alpha: float, sigma: float, beta: float, available: int, classes: int
 ) -> list[Runner]:
     """The methods to run on noisy logits with ``available`` draws."""
+    warn_of_coverage(alpha)
     for request in requests:
         check_request(available, (request.transform,), request.draws, request.calibration_draws)
 

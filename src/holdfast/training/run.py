@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.conformal import warn_of_coverage
 from holdfast.datasets import Labelled
 from holdfast.draws import Draws
 from holdfast.errors import InputError
@@ -72,6 +73,7 @@ class ConformalRequest:
                 "expected a finite sigma > 0, a finite epsilon >= 0 and alpha in (0, 1), "
                 f"got {self.sigma}, {self.epsilon} and {self.alpha}"
             )
+        warn_of_coverage(self.alpha)
         if self.validation < 0:
             raise InputError(f"expected a number of validation images, got {self.validation}")
         if self.pad < 0:
