@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "holdfast"
 
 # A module imports only from modules before it. Packages stand for all of their files, which may import each other.
 ORDER = (
-    "errors", "files", "devices", "bounds", "conformal", "draws", "scores", "transforms", "noise_kernel", "noise_cpu", "noise", "progress", "arrivals", "inputs", "metrics", "tuning",
+    "errors", "files", "devices", "sealing", "zipped", "bounds", "conformal", "draws", "scores", "transforms", "noise_kernel", "noise_cpu", "noise", "progress", "arrivals", "inputs", "metrics", "tuning",
     "methods", "early_exit", "sets", "smoothing", "fingerprint", "predictor", "plain", "artifact", "calibration", "attacks", "audit", "models", "datasets",
     "logits_file", "store", "engines", "training", "adapters", "specs", "set_rows", "plots", "report", "predictor_page", "experiments",
     "serve", "explore", "cli",
