@@ -26,7 +26,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 .PHONY: demo explore test load-test ray-test hugging-face-test browser-test lint types docs docs-check site bench bench-gpu clean
 
 $(VENV)/pyvenv.cfg:
-	$(PYTHON) -c 'import sys; sys.exit("holdfast needs Python 3.11 or newer, found " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -c 'import sys; sys.exit("keepcover needs Python 3.11 or newer, found " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.ready-%: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
@@ -34,10 +34,10 @@ $(VENV)/.ready-%: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
 	@touch $@
 
 demo: $(VENV)/.ready-demo
-	$(BIN)/holdfast demo --out $(OUT)
+	$(BIN)/keepcover demo --out $(OUT)
 
 explore: $(VENV)/.ready-explore
-	$(BIN)/holdfast explore
+	$(BIN)/keepcover explore
 
 test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -q -n auto

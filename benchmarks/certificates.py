@@ -11,7 +11,7 @@ from scipy.stats import binom
 
 from benchmarks.material import ALPHA
 from benchmarks.timing import Options, alone, grown, seconds
-from holdfast.bounds import hull_level, majorant
+from keepcover.bounds.bounds import hull_level, majorant
 
 # Both remember what they have computed, so every run asks for a slightly different attack.
 _ATTACKS = itertools.count()

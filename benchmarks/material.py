@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.timing import Options
-from holdfast.draws import Draws
-from holdfast.inputs import Batch
-from holdfast.models import CifarResNet, last_linear
-from holdfast.models.checkpoints import load_weights
-from holdfast.noise import Stream
-from holdfast.scores import aps, hps
-from holdfast.smoothing import Smoother
-from holdfast.transforms import PTT
+from keepcover.engine.inputs import Batch
+from keepcover.engine.smoother import Smoother
+from keepcover.models import CifarResNet, last_linear
+from keepcover.models.checkpoints import load_weights
+from keepcover.noise.stream import Stream
+from keepcover.scores.draws import Draws
+from keepcover.scores.scores import aps, hps
+from keepcover.scores.transforms import PTT
 
 SIGMA, EPSILON, ALPHA, HOLDOUT = 0.25, 0.125, 0.1, 500
 WEIGHTS = "cifar10-resnet110-sigma0.25"
@@ -94,7 +94,7 @@ def smoother(model: nn.Module, options: Options, batch_size: int) -> Smoother:
 def cifar10(options: Options, n: int) -> tuple[Tensor, Tensor, str]:
     """The first n test images with labels and where they come from; random ones where there are no data."""
     if options.data is not None:
-        from holdfast.datasets import cifar
+        from keepcover.data import cifar
 
         images, labels = cifar("cifar10", options.data)[:n].pair
         return images, labels, "CIFAR-10 test"

@@ -41,9 +41,9 @@ from benchmarks.material import (
     smoother,
 )
 from benchmarks.timing import Options, Work, beside, goal, in_turn
-from holdfast import Predictor, Smoother, calibrate
-from holdfast.errors import HoldfastWarning
-from holdfast.noise import Stream
+from keepcover import Predictor, Smoother, calibrate
+from keepcover.errors import KeepcoverWarning
+from keepcover.noise.stream import Stream
 
 BETA = 0.001
 BATCH = 1024  # noisy images
@@ -197,13 +197,21 @@ def _predictor(options: Options, engine: Smoother, draws: int, **more: Any) -> t
             labels = torch.cat(
                 [engine.model(part.to(options.device)).argmax(dim=1).cpu() for part in images.split(256)]
             )
-    (holdout, calibration, test), (held_labels, known, truth) = (part.split([held, points, many]) for part in (images, labels))  # fmt: skip
+    (holdout, calibration, test), (held_labels, known, truth) = (
+        part.split([held, points, many]) for part in (images, labels)
+    )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HoldfastWarning)  # untrained networks have large sets
+        warnings.simplefilter("ignore", KeepcoverWarning)  # untrained networks have large sets
         predictor = calibrate(
-            engine, (calibration, known), holdout=(holdout, held_labels), epsilon=EPSILON, alpha=ALPHA, draws=draws, seed=0,
+            engine,
+            (calibration, known),
+            holdout=(holdout, held_labels),
+            epsilon=EPSILON,
+            alpha=ALPHA,
+            draws=draws,
+            seed=0,
             **more,
-        )  # fmt: skip
+        )
     return predictor, test, truth, source
 
 
@@ -250,27 +258,47 @@ def measure(options: Options) -> dict[str, Any]:
             options.device,
         )
     sizes = {
-        "draws": draws, "classes": 10, "images": many, "published_images": few, "published_batch": BATCH, "batch": batch,
+        "draws": draws,
+        "classes": 10,
+        "images": many,
+        "published_images": few,
+        "published_batch": BATCH,
+        "batch": batch,
         "depth": depth,
-    }  # fmt: skip
+    }
     name, published = f"published pipeline, {draws} draws", times["published"]
     what, per = f"engine, four scores, {draws} draws", {"inverse": True, "unit": "image"}
     equal = beside(
         what, times["ours"], name, published, sizes, many, few, **per, largest_difference=largest_difference()
     )
     kinder = beside(
-        what, times["ours"], f"published pipeline made lean, {draws} draws", times["lean"],
-        {**sizes, "published_batch": best * draws}, many, few, **per,
-    )  # fmt: skip
+        what,
+        times["ours"],
+        f"published pipeline made lean, {draws} draws",
+        times["lean"],
+        {**sizes, "published_batch": best * draws},
+        many,
+        few,
+        **per,
+    )
     for row in (equal, kinder):
-        row |= {f"{whose}noisy_images_per_second": draws / row[f"{side}seconds"] for whose, side in (("", ""), ("published_", "baseline_"))}  # fmt: skip
+        row |= {
+            f"{whose}noisy_images_per_second": draws / row[f"{side}seconds"]
+            for whose, side in (("", ""), ("published_", "baseline_"))
+        }
     host = beside(
         "published pipeline, all but noise and network", times["host"], name, published, sizes, few, few, unit="image"
     )
     certified = beside(
-        "certified set, 16 draws", times["set"], name, published, {**sizes, "draws": 16, "images": len(test), "data": source},
-        len(test), few, **per,
-    )  # fmt: skip
+        "certified set, 16 draws",
+        times["set"],
+        name,
+        published,
+        {**sizes, "draws": 16, "images": len(test), "data": source},
+        len(test),
+        few,
+        **per,
+    )
     if real:
         equal, certified = goal(equal, at_least=15), goal(certified, at_least=200)
         if options.data is not None:

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-import holdfast
-from holdfast.datasets import digits
-from holdfast.models import SmallCNN
-from holdfast.training import fit_under_noise
+import keepcover
+from keepcover.data import digits
+from keepcover.models import SmallCNN
+from keepcover.training import fit_under_noise
 
 SIGMA, EPSILON = 0.5, 0.5
 
@@ -61,5 +61,5 @@ def available() -> dict:
 torch.manual_seed(0)
 train, calibration, test = digits().split(800, 500, 100)
 model = fit_under_noise(SmallCNN(), *train.pair, sigma=SIGMA)
-predictor = holdfast.calibrate(model, calibration.pair, epsilon=EPSILON, sigma=SIGMA, draws=8)
-print(holdfast.audit(predictor, test.pair, attacks=available()))
+predictor = keepcover.calibrate(model, calibration.pair, epsilon=EPSILON, sigma=SIGMA, draws=8)
+print(keepcover.attacks.audit(predictor, test.pair, attacks=available()))

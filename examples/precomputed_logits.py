@@ -6,18 +6,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from holdfast.cli import main
-from holdfast.datasets import digits
-from holdfast.models import SmallCNN
-from holdfast.noise import Stream, fresh_seed
-from holdfast.smoothing import Smoother
-from holdfast.training import fit_under_noise
+from keepcover.cli import main
+from keepcover.data import digits
+from keepcover.engine.smoother import Smoother
+from keepcover.models import SmallCNN
+from keepcover.noise.stream import Stream, fresh_seed
+from keepcover.training import fit_under_noise
 
 torch.manual_seed(0)
 train, rest = digits().split(800, -1)
 model = fit_under_noise(SmallCNN(), *train.pair, sigma=0.25)
 
-# Here holdfast draws the noise; any code will do that adds independent N(0, sigma^2) noise per image and draw.
+# Here keepcover draws the noise; any code will do that adds independent N(0, sigma^2) noise per image and draw.
 logits = Smoother(model, sigma=0.25).logits(rest.images, draws=16, stream=Stream(fresh_seed(), "test"))
 
 with tempfile.TemporaryDirectory() as folder:

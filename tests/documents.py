@@ -13,7 +13,7 @@ from typing import Any
 
 import typer.main
 
-from holdfast.cli import _repeat_method, app
+from keepcover.cli import _repeat_method, app
 
 SHELLS = ("sh", "bash", "console")
 NOT_RUN = re.compile(r"^\*Not run by the tests: \w.*\.\*$")
@@ -60,19 +60,19 @@ def prose(text: str) -> str:
 
 
 def shell_commands(text: str) -> Iterator[list[str]]:
-    """Every ``holdfast ...`` of the shell blocks, as words."""
+    """Every ``keepcover ...`` of the shell blocks, as words."""
     for fence in fences(text):
         if fence.language in SHELLS:
             for line in fence.code.replace("\\\n", " ").splitlines():
                 for part in line.removeprefix("$ ").split("&&"):
                     words = shlex.split(part, comments=True)
-                    if words[:1] == ["holdfast"]:
+                    if words[:1] == ["keepcover"]:
                         yield words[1:]
 
 
 def inline_commands(text: str) -> Iterator[list[str]]:
-    """Every `holdfast ...` in running text that has an option; values may be placeholders."""
-    for code in re.findall(r"`(holdfast [^`\n]+)`", prose(text)):
+    """Every `keepcover ...` in running text that has an option; values may be placeholders."""
+    for code in re.findall(r"`(keepcover [^`\n]+)`", prose(text)):
         if " -" in code:
             yield code.split()[1:]
 
@@ -84,7 +84,7 @@ def command_problem(words: Sequence[str], strict: bool = True) -> str | None:
     """
     command: Any = typer.main.get_command(app)
     rest = [word for word in _repeat_method(words) if word != "..."]
-    path = "holdfast"
+    path = "keepcover"
     while hasattr(command, "commands"):
         name = rest.pop(0) if rest else ""
         if name not in command.commands:
@@ -171,12 +171,13 @@ def hidden_lists(text: str) -> list[str]:
 
 
 def imported_names(code: str) -> set[str]:
-    """Full names that a snippet imports from holdfast."""
+    """Full names that a snippet imports from keepcover."""
     return {
         f"{node.module}.{alias.name}"
-        for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "holdfast"
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "keepcover"
         for alias in node.names
-    }  # fmt: skip
+    }
 
 
 def value_of(name: str) -> object:

@@ -12,11 +12,11 @@ import torch
 import uvicorn
 from torch import nn
 
-from holdfast.datasets import Labelled
-from holdfast.explore.answers import Explorer
-from holdfast.explore.app import create_app
-from holdfast.explore.lineup import Lineup
-from holdfast.explore.subject import Subject
+from keepcover.data import Labelled
+from keepcover.explore.answers import Explorer
+from keepcover.explore.app import create_app
+from keepcover.explore.lineup import Lineup
+from keepcover.explore.subject import Subject
 
 NAMES = ("circle", "square", "<b>star</b>", "cross")
 SIGMA = 0.5

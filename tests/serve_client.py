@@ -13,8 +13,8 @@ import torch
 from fastapi import FastAPI
 from torch import Tensor
 
-from holdfast.predictor import Predictor
-from holdfast.serve.schemas import Refusal
+from keepcover.prediction.predictor import Predictor
+from keepcover.serve.schemas import Refusal
 
 from .serving import bright
 

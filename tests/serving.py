@@ -22,8 +22,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from holdfast.calibration import calibrate
-from holdfast.predictor import Predictor
+from keepcover.prediction.calibration import calibrate
+from keepcover.prediction.predictor import Predictor
 
 SHAPE, CLASSES, NAMES = (1, 4, 4), 4, ["north-west", "north-east", "south-west", "south-east"]
 SECONDS_PER_CALL = 0.02
@@ -82,9 +82,15 @@ def make_predictor(model: nn.Module | None = None, **options: Any) -> Predictor:
     labels = torch.randint(CLASSES, (300,), generator=generator)
     images = (bright(labels, 0.5) + 0.05 * torch.rand(300, *SHAPE, generator=generator)).clamp(0, 1)
     request: dict[str, Any] = {
-        "epsilon": 0.1, "sigma": 0.1, "draws": 2, "calibration_draws": 2, "method": "exact", "class_names": NAMES, "seed": 7,
+        "epsilon": 0.1,
+        "sigma": 0.1,
+        "draws": 2,
+        "calibration_draws": 2,
+        "method": "exact",
+        "class_names": NAMES,
+        "seed": 7,
         "progress": False,
-    }  # fmt: skip
+    }
     return calibrate(sharp() if model is None else model, (images, labels), **(request | options))
 
 
@@ -111,7 +117,7 @@ def file_of(pixels: np.ndarray | Image.Image, kind: str = "PNG", **options: Any)
 
 @dataclass
 class Server:
-    """``holdfast serve`` on a free port of the loopback interface, and the log lines it wrote."""
+    """``keepcover serve`` on a free port of the loopback interface, and the log lines it wrote."""
 
     process: subprocess.Popen[str]
     log: Path
@@ -137,10 +143,24 @@ def start(predictor: Path, model: str, log: Path, *options: str, workers: int = 
     path = os.pathsep.join([str(here), str(here.parent / "src")])
     with log.open("w") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast", "serve", str(predictor), "--model", f"serving:{model}", "--port", "0",
-             "--workers", str(workers), *options],
-            stderr=stream, text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "keepcover",
+                "serve",
+                str(predictor),
+                "--model",
+                f"serving:{model}",
+                "--port",
+                "0",
+                "--workers",
+                str(workers),
+                *options,
+            ],
+            stderr=stream,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )
     server = Server(process, log)
     deadline = time.monotonic() + 120
     while len(server.events("Application startup complete.")) < workers:
@@ -228,7 +248,7 @@ def load(port: int, connections: int, requests: int | None, prefix: str = "r") -
 
 def quiet_load(path: Path, model: Any) -> Predictor:
     """Load under a recorder, which has no fingerprint."""
-    from holdfast.artifact import load as read
+    from keepcover.prediction.artifact import load as read
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -15,13 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import holdfast
-from holdfast.artifact import load, read, write_atomically
-from holdfast.calibration import calibrate
-from holdfast.errors import HoldfastWarning, InputError
-from holdfast.predictor import Predictor
-from holdfast.scores import RAPS, CustomScore
-from holdfast.smoothing import Smoother
+import keepcover
+from keepcover.engine.smoother import Smoother
+from keepcover.errors import InputError, KeepcoverWarning
+from keepcover.prediction.artifact import load, read, write_atomically
+from keepcover.prediction.calibration import calibrate
+from keepcover.prediction.predictor import Predictor
+from keepcover.scores.scores import RAPS, CustomScore
 
 from .test_smoothing import nearest, toy
 
@@ -94,11 +94,11 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None], sign: bool = T
     """Change the manifest; sign it again like somebody who knows the format."""
     with safe_open(path, framework="pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    manifest = json.loads(metadata["holdfast"])
+    manifest = json.loads(metadata["keepcover"])
     change(manifest)
-    metadata["holdfast"] = json.dumps(manifest, sort_keys=True)
+    metadata["keepcover"] = json.dumps(manifest, sort_keys=True)
     if sign:
-        metadata["sha256"] = hashlib.sha256(metadata["holdfast"].encode()).hexdigest()
+        metadata["sha256"] = hashlib.sha256(metadata["keepcover"].encode()).hexdigest()
     save_file(tensors, path, metadata)
 
 
@@ -124,7 +124,7 @@ def test_a_loaded_predictor_gives_the_same_sets(case: str, model: nn.Module, tmp
 
 
 def test_full_sets_survive_too(model: nn.Module, tmp_path: Path) -> None:
-    with pytest.warns(HoldfastWarning, match="full label set"):
+    with pytest.warns(KeepcoverWarning, match="full label set"):
         original = calibrate(model, CAL, **{**ASK, "method": "rcp1", "epsilon": 0.9})
     original.save(tmp_path / "p.safetensors")
     loaded = load(tmp_path / "p.safetensors", model)
@@ -154,7 +154,7 @@ def test_a_file_that_does_not_know_the_shape_still_loads(saved: Path, model: nn.
 
 
 def test_the_public_name() -> None:
-    assert holdfast.load is load
+    assert keepcover.load is load
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -178,11 +178,11 @@ def test_a_callable_needs_a_fingerprint_of_its_own(model: nn.Module, tmp_path: P
     named.save(tmp_path / "named.safetensors")
     assert same(named, load(tmp_path / "named.safetensors", function, fingerprint="my-model-1"))
     refused("the model differs", tmp_path / "named.safetensors", function, fingerprint="my-model-2")
-    with pytest.warns(HoldfastWarning, match=r"no fingerprint\. Give a callable one with fingerprint="):
+    with pytest.warns(KeepcoverWarning, match=r"no fingerprint\. Give a callable one with fingerprint="):
         load(tmp_path / "named.safetensors", function)
     nameless = calibrate(function, CAL, **{**ASK, "method": "exact"})
     nameless.save(tmp_path / "nameless.safetensors")
-    with pytest.warns(HoldfastWarning, match="no fingerprint"):
+    with pytest.warns(KeepcoverWarning, match="no fingerprint"):
         assert same(nameless, load(tmp_path / "nameless.safetensors", function))
 
 
@@ -213,9 +213,9 @@ def test_no_file_and_foreign_files_are_refused(saved: Path, model: nn.Module, tm
     refused("no predictor at", tmp_path, model)
     foreign = tmp_path / "foreign.safetensors"
     save_file({"weight": torch.rand(3)}, foreign)
-    refused("not a holdfast predictor; make one with Predictor.save", foreign, model)
+    refused("not a keepcover predictor; make one with Predictor.save", foreign, model)
     save_file({"calibration": torch.rand(3)}, foreign, {"format": "pt"})
-    refused("not a holdfast predictor", foreign, model)
+    refused("not a keepcover predictor", foreign, model)
     for content in (b"", b"PK", b"\x00" * 64, b"{}", b"\xff" * 9):
         foreign.write_bytes(content)
         refused("not a complete safetensors file", foreign, model)
@@ -264,7 +264,7 @@ def test_no_flipped_byte_changes_a_predictor(saved: Path, model: nn.Module, pred
 def test_every_single_bit_of_the_keys_matters(saved: Path, model: nn.Module, predictor: Predictor) -> None:
     """Names, types and shapes of the header, bit by bit."""
     content = saved.read_bytes()
-    for word in (b'"__metadata__"', b'"sha256"', b'"holdfast"', b'"calibration"', b'"F32"', b'"shape"'):
+    for word in (b'"__metadata__"', b'"sha256"', b'"keepcover"', b'"calibration"', b'"F32"', b'"shape"'):
         start = content.index(word)
         for place in range(start, start + len(word)):
             altered = bytearray(content)
@@ -348,10 +348,22 @@ def test_bytes_removed_or_swapped_inside_are_refused(
 
 
 NONSENSE: dict[str, Callable[[dict[str, Any]], Any]] = {
-    **{f"no-{key}": lambda m, key=key: m.pop(key) for key in (
-        "classes", "class_names", "sigma", "numerics", "score", "model_fingerprint", "holdout_size", "inputs", "provenance",
-        "levels", "checksums",
-    )},
+    **{
+        f"no-{key}": lambda m, key=key: m.pop(key)
+        for key in (
+            "classes",
+            "class_names",
+            "sigma",
+            "numerics",
+            "score",
+            "model_fingerprint",
+            "holdout_size",
+            "inputs",
+            "provenance",
+            "levels",
+            "checksums",
+        )
+    },
     "method": lambda m: m["levels"][0].update(method="magic"),
     "setting": lambda m: m["levels"][0]["setting"].update(unknown=1),
     "no-setting": lambda m: m["levels"][0].pop("setting"),
@@ -367,7 +379,7 @@ NONSENSE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "inputs-shape": lambda m: m["inputs"].pop("shape"),
     "sigma-negative": lambda m: m.update(sigma=-1.0),
     "draws": lambda m: m["levels"][0]["setting"].update(calibration_draws=99),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", list(NONSENSE))
@@ -381,7 +393,7 @@ def test_a_signed_manifest_that_makes_no_sense_is_refused(case: str, saved: Path
 def test_a_signed_manifest_that_is_no_object_is_refused(text: str, saved: Path, model: nn.Module) -> None:
     with safe_open(saved, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    save_file(tensors, saved, {"holdfast": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+    save_file(tensors, saved, {"keepcover": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
     refused(r"makes no sense|has format None", saved, model)
 
 
@@ -394,7 +406,7 @@ def test_inputs_and_origin_are_remembered(predictor: Predictor, saved: Path, mod
         min(float(CAL[0].min()), float(HELD[0].min())),
         max(float(CAL[0].max()), float(HELD[0].max())),
     )
-    assert set(loaded.provenance) == {"created", "holdfast", "torch"}
+    assert set(loaded.provenance) == {"created", "keepcover", "torch"}
     assert loaded.provenance == predictor.provenance
     loaded.provenance["note"] = "mine"
     loaded.save(tmp_path / "noted.safetensors")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from holdfast.attacks import (
+from keepcover.attacks.attacks import (
     L2,
     CountMargin,
     Loss,
@@ -25,11 +25,11 @@ from holdfast.attacks import (
     smooth_adv,
     transfer,
 )
-from holdfast.calibration import calibrate
-from holdfast.errors import HoldfastWarning, InputError
-from holdfast.noise import ROLES, Stream
-from holdfast.predictor import Predictor
-from holdfast.scores import hps, log_odds
+from keepcover.errors import InputError, KeepcoverWarning
+from keepcover.noise.stream import ROLES, Stream
+from keepcover.prediction.calibration import calibrate
+from keepcover.prediction.predictor import Predictor
+from keepcover.scores.scores import hps, log_odds
 
 from .test_smoothing import flags, half_trained, nearest, toy
 
@@ -250,9 +250,9 @@ def test_the_model_is_left_as_it_was() -> None:
     model[0].bias.requires_grad_(False)
     modes, wanted = flags(model), [p.requires_grad for p in model.parameters()]
     weights = [p.clone() for p in model.parameters()]
-    with pytest.warns(HoldfastWarning, match="train mode"):
+    with pytest.warns(KeepcoverWarning, match="train mode"):
         pgd(NoisyModel(model, 0.1, 2, ATTACK), x, y, 0.1, steps=2)
-    with pytest.warns(HoldfastWarning, match="train mode"), pytest.raises(RuntimeError):
+    with pytest.warns(KeepcoverWarning, match="train mode"), pytest.raises(RuntimeError):
         pgd(NoisyModel(model, 0.1, 2, ATTACK), x[:, :, :3, :3], y, 0.1, steps=2)
     assert flags(model) == modes
     assert [p.requires_grad for p in model.parameters()] == wanted
@@ -410,9 +410,12 @@ def test_a_long_search_comes_near_the_gradient() -> None:
     noisy = NoisyModel(model, 0.0, 1, ATTACK)
     losses = [
         mean_softmax(noisy.logits(images, None), y, torch.arange(20)).detach()
-        for images in (x, random_search(NoisyModel(Queries(model), 0.0, 1, ATTACK), x, y, 0.5, steps=300),
-                       pgd(noisy, x, y, 0.5))
-    ]  # fmt: skip
+        for images in (
+            x,
+            random_search(NoisyModel(Queries(model), 0.0, 1, ATTACK), x, y, 0.5, steps=300),
+            pgd(noisy, x, y, 0.5),
+        )
+    ]
     gain = (losses[1] - losses[0]) / (losses[2] - losses[0])
     assert float(gain.min()) > 0.9
     assert float(gain.max()) <= 1 + 1e-4

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor, nn
 
-from holdfast.attacks import NoisyModel, mean_softmax, pgd, transfer
-from holdfast.audit import VIOLATION, Audit, audit, judge
-from holdfast.calibration import calibrate
-from holdfast.errors import InputError
-from holdfast.experiments.side_by_side import summary_rows
-from holdfast.metrics import Evaluation, evaluate
-from holdfast.noise import Stream
-from holdfast.predictor import Predictor
+from keepcover.attacks.attacks import NoisyModel, mean_softmax, pgd, transfer
+from keepcover.attacks.audit import VIOLATION, Audit, audit, judge
+from keepcover.cli.side_by_side import summary_rows
+from keepcover.errors import InputError
+from keepcover.noise.stream import Stream
+from keepcover.prediction.calibration import calibrate
+from keepcover.prediction.predictor import Predictor
+from keepcover.tasks.metrics import Evaluation, evaluate
 
 from .test_smoothing import nearest, toy
 
@@ -193,8 +193,10 @@ def test_the_summary_takes_the_worse_attack(report: Audit) -> None:
 def test_one_predictor_goes_by_its_method_and_radii_by_request(predictors: dict[str, Predictor]) -> None:
     found = audit(predictors["rcp1"], TEST, attacks=["softmax"], radii=[0.05, 0.0, 0.3], **TINY)
     assert [(row.name, row.attack, row.radius) for row in found.rows] == [
-        ("rcp1", "none", 0.0), ("rcp1", "softmax", 0.05), ("rcp1", "softmax", 0.3)
-    ]  # fmt: skip
+        ("rcp1", "none", 0.0),
+        ("rcp1", "softmax", 0.05),
+        ("rcp1", "softmax", 0.3),
+    ]
     assert [row.promised for row in found.rows] == [True, True, False]
     assert found.rows[1].coverage["mean"] >= found.rows[2].coverage["mean"]
 
@@ -240,8 +242,12 @@ def test_an_attack_of_your_own(predictors: dict[str, Predictor], model: nn.Modul
     own: Mapping[str, Any] = {"away": towards, "nothing": lambda images, labels, epsilon: images.clone()}
     found = audit(predictors["exact"], TEST, attacks=own, radii=[0.05, 0.1], **TINY)
     assert [(row.attack, row.radius) for row in found.rows] == [
-        ("none", 0.0), ("away", 0.05), ("nothing", 0.05), ("away", 0.1), ("nothing", 0.1)
-    ]  # fmt: skip
+        ("none", 0.0),
+        ("away", 0.05),
+        ("nothing", 0.05),
+        ("away", 0.1),
+        ("nothing", 0.1),
+    ]
     assert calls == [0.05, 0.1]
     clean = found.sets["exact", "none", 0.0].mask
     assert torch.equal(found.sets["exact", "nothing", 0.1].mask, clean)

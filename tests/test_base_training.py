@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from holdfast.datasets import Labelled, digits
-from holdfast.errors import InputError
-from holdfast.models import SmallCNN, load_weights
-from holdfast.training.base import Recipe, Trainer, augment, noisy_accuracy, train_base
-from holdfast.training.resume import Checkpoint
+from keepcover.data import Labelled, digits
+from keepcover.errors import InputError
+from keepcover.models import SmallCNN, load_weights
+from keepcover.training.base import Recipe, Trainer, augment, noisy_accuracy, train_base
+from keepcover.training.resume import Checkpoint
 
 RECIPE = Recipe(sigma=0.25, epochs=6, batch_size=64, lr=0.05, warmup_epochs=1, pad=1, flip=False)
 

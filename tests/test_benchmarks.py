@@ -21,7 +21,7 @@ from benchmarks import published, timing  # noqa: E402
 from benchmarks.material import FourScores, logits_like_a_network  # noqa: E402
 from benchmarks.run import MEASUREMENTS  # noqa: E402
 from benchmarks.table import HEAD, as_markdown, as_text, cells  # noqa: E402
-from holdfast.noise import Stream  # noqa: E402
+from keepcover.noise.stream import Stream  # noqa: E402
 
 # Ray starts a cluster: its own target runs it.
 ON_A_CPU = [name for name in MEASUREMENTS if name != "ray"]
@@ -34,8 +34,12 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "benchmarks/run.py", *ON_A_CPU, "--quick", "--out", str(out)],
-        capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env=environment,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return out, done.stdout
 

@@ -17,7 +17,7 @@ from numpy import ndarray
 from scipy import stats
 from scipy.spatial import ConvexHull
 
-from holdfast.bounds import (
+from keepcover.bounds.bounds import (
     bernstein,
     binomial_tail,
     breakpoints,
@@ -33,7 +33,7 @@ from holdfast.bounds import (
     majorant_gap,
     miss_rate,
 )
-from holdfast.errors import InputError
+from keepcover.errors import InputError
 
 patient = settings(deadline=None, derandomize=True)
 probabilities = st.floats(1e-9, 1 - 1e-9)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from holdfast.explore.answers import Explorer
+from keepcover.explore.answers import Explorer
 
 from .exploring import EPSILONS, running, toy_explorer
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast import cli
-from holdfast.experiments import demo, demo_report
-from holdfast.experiments.demo import Entry
-from holdfast.experiments.reproduce.run import write_page
+from keepcover import cli
+from keepcover.demo.demo import Entry
+from keepcover.paper import demo, demo_report
+from keepcover.paper.reproduce.run import write_page
 
 from .conftest import Watched
 from .test_smoothing import nearest, toy
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.browser
 PAGES = ("demo", "predictor", "evaluation", "audit", "reproduce")
 WIDTHS = (1280, 390)
 # Where screenshots go when somebody wants to look at them.
-SHOTS = os.environ.get("HOLDFAST_SCREENSHOTS")
+SHOTS = os.environ.get("KEEPCOVER_SCREENSHOTS")
 
 
 def make_nearest() -> nn.Module:

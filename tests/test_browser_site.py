@@ -22,9 +22,20 @@ pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
-    "index", "quickstart", "methods", "hugging-face", "training", "reproducing", "comparison", "cli", "api/index", "api/holdfast",
-    "api/bounds", "examples", "changelog",
-)  # fmt: skip
+    "index",
+    "quickstart",
+    "methods",
+    "hugging-face",
+    "training",
+    "reproducing",
+    "comparison",
+    "cli",
+    "api/index",
+    "api/keepcover",
+    "api/bounds",
+    "examples",
+    "changelog",
+)
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
@@ -36,8 +47,12 @@ def build(root: Path, out: Path) -> subprocess.CompletedProcess[str]:
     """What ``make site`` runs."""
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)],
-        cwd=root, capture_output=True, text=True, timeout=300, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-    )  # fmt: skip
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
 
 
 @pytest.fixture(scope="session")
@@ -71,7 +86,7 @@ def copy(tmp_path: Path) -> Path:
 def test_mistakes_fail_the_build(copy: Path) -> None:
     """Dead links, anchors and images and a page outside the navigation, each named."""
     page = copy / "docs" / "quickstart.md"
-    targets = ("gone.md", "methods.md#gone", "api/holdfast.md#holdfast.gone", "#nowhere")
+    targets = ("gone.md", "methods.md#gone", "api/keepcover.md#keepcover.gone", "#nowhere")
     mistakes = [*(f"[x]({target})" for target in targets), "![x](figures/gone.svg)"]
     page.write_text("\n\n".join([page.read_text(encoding="utf-8"), *mistakes]), encoding="utf-8")
     (copy / "docs" / "lost.md").write_text("# Lost\n")
@@ -84,10 +99,10 @@ def test_mistakes_fail_the_build(copy: Path) -> None:
 
 def test_a_name_that_is_gone_fails_the_build(copy: Path) -> None:
     page = copy / "docs" / "api" / "noise.md"
-    page.write_text(page.read_text(encoding="utf-8") + "\n::: holdfast.gone\n", encoding="utf-8")
+    page.write_text(page.read_text(encoding="utf-8") + "\n::: keepcover.gone\n", encoding="utf-8")
     done = build(copy, copy / "out")
     assert done.returncode != 0
-    assert "holdfast.gone" in done.stderr
+    assert "keepcover.gone" in done.stderr
 
 
 def test_formulas_and_roles_of_docstrings() -> None:
@@ -99,8 +114,8 @@ def test_formulas_and_roles_of_docstrings() -> None:
     assert doctest.testmod(docstrings).failed == 0
     with pytest.raises(ValueError, match=r"\\beth, which docs/tools/docstrings.py does not know"):
         docstrings.formula(r"\beth")
-    assert '<autoref identifier="holdfast.bounds.dkw" optional>' in docstrings.rendered(
-        "see :func:`dkw`", "holdfast.bounds"
+    assert '<autoref identifier="keepcover.bounds.bounds.dkw" optional>' in docstrings.rendered(
+        "see :func:`dkw`", "keepcover.bounds.bounds"
     )
     assert (
         docstrings.rendered("Args:\n    a, b: both.\n    c: one.") == "Args:\n    a: both.\n    b: both.\n    c: one."
@@ -143,7 +158,7 @@ def test_everybody_can_read_them(address: str, watched: Any, scheme: str) -> Non
     """No serious finding of axe, which reads style sheets and so needs a server."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     watched.page.emulate_media(color_scheme=scheme)
-    for page in ("index", "methods", "hugging-face", "cli", "api/holdfast", "api/bounds", "examples", "training"):
+    for page in ("index", "methods", "hugging-face", "cli", "api/keepcover", "api/bounds", "examples", "training"):
         watched.page.goto(f"{address}/{page}.html")
         found = [v for v in axe.run(watched.page).response["violations"] if v["impact"] in ("serious", "critical")]
         assert [(v["id"], v["nodes"][0]["html"], v["nodes"][0].get("failureSummary")) for v in found] == [], page
@@ -153,7 +168,7 @@ def test_a_wrong_address_finds_its_way_home(address: str, watched: Any) -> None:
     """The page for that is only ever sent by a server, and names its files from the root."""
     watched.page.goto(f"{address}/404.html")
     assert watched.page.locator("h1").first.inner_text().startswith("404")
-    watched.page.get_by_role("link", name="holdfast").first.click()
+    watched.page.get_by_role("link", name="keepcover").first.click()
     watched.page.locator("h1", has_text="Why").first.wait_for(timeout=20_000)
 
 

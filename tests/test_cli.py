@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from holdfast import cli
-from holdfast.artifact import load
-from holdfast.calibration import calibrate
-from holdfast.experiments import demo, demo_report
-from holdfast.experiments.demo import Entry
-from holdfast.experiments.plan import make_plan
-from holdfast.experiments.splits import evaluate_methods
-from holdfast.methods import METHODS
-from holdfast.models import SmallCNN
+from keepcover import cli
+from keepcover.demo.demo import Entry
+from keepcover.evaluation.plan import make_plan
+from keepcover.evaluation.splits import evaluate_methods
+from keepcover.methods import METHODS
+from keepcover.models import SmallCNN
+from keepcover.paper import demo, demo_report
+from keepcover.prediction.artifact import load
+from keepcover.prediction.calibration import calibrate
 
 from .test_report import offline, parsed
 from .test_smoothing import nearest, toy
@@ -115,8 +115,12 @@ def test_plan_as_json_is_make_plan(capsys: pytest.CaptureFixture[str]) -> None:
     keys = {"method", "draws", "calibration_draws", "c", "kappa", "level", "estimated_size", "rule"}
     assert all(set(plan) == keys for plan in found["plans"])
     assert [plan["method"] for plan in found["plans"]] == [
-        "exact", "exact", "exact_asymmetric", "rcp1", "rscp_plus_hoeffding"
-    ]  # fmt: skip
+        "exact",
+        "exact",
+        "exact_asymmetric",
+        "rcp1",
+        "rscp_plus_hoeffding",
+    ]
 
 
 def test_plan_as_text_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,9 +171,21 @@ def test_missing_options_and_commands_are_refused(capsys: pytest.CaptureFixture[
 # -- evaluate ----------------------------------------------------------------------------------------------------------
 
 ROW = {
-    "method", "score", "transform", "certified", "alpha", "epsilon", "sigma", "draws", "calibration_draws", "splits", "size",
-    "coverage", "trivial_splits", "attack",
-}  # fmt: skip
+    "method",
+    "score",
+    "transform",
+    "certified",
+    "alpha",
+    "epsilon",
+    "sigma",
+    "draws",
+    "calibration_draws",
+    "splits",
+    "size",
+    "coverage",
+    "trivial_splits",
+    "attack",
+}
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
@@ -187,8 +203,11 @@ def test_evaluate_as_json_has_the_schema_and_the_numbers(
     )
     assert found["rows"] == [row.to_dict() for row in expected]
     assert [(row["method"], row["transform"]) for row in found["rows"]] == [
-        ("exact", "none"), ("rscp", "none"), ("rscp", "ptt"), ("cp", "none")
-    ]  # fmt: skip
+        ("exact", "none"),
+        ("rscp", "none"),
+        ("rscp", "ptt"),
+        ("cp", "none"),
+    ]
 
 
 def test_method_takes_several_words_or_repeats(logits_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,14 +229,38 @@ def test_all_methods_are_the_default(logits_file: Path, capsys: pytest.CaptureFi
 
 def test_options_of_evaluate_reach_the_evaluation(logits_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [
-        "--method", "exact", "--score", "aps", "--alpha", "0.2", "--draws", "4", "--calibration-draws", "8", "--seed", "3",
-        "--redraw-holdout", "--transform", "none",
-    ]  # fmt: skip
+        "--method",
+        "exact",
+        "--score",
+        "aps",
+        "--alpha",
+        "0.2",
+        "--draws",
+        "4",
+        "--calibration-draws",
+        "8",
+        "--seed",
+        "3",
+        "--redraw-holdout",
+        "--transform",
+        "none",
+    ]
     found = as_json(capsys, "evaluate", logits_file, *SMALL, *options)
     expected = evaluate_methods(
-        *noisy_logits(), sigma=0.25, epsilon=0.05, alpha=0.2, score="aps", methods=["exact"], transforms=("none",), draws=4,
-        calibration_draws=8, splits=2, holdout=40, redraw_holdout=True, seed=3,
-    )  # fmt: skip
+        *noisy_logits(),
+        sigma=0.25,
+        epsilon=0.05,
+        alpha=0.2,
+        score="aps",
+        methods=["exact"],
+        transforms=("none",),
+        draws=4,
+        calibration_draws=8,
+        splits=2,
+        holdout=40,
+        redraw_holdout=True,
+        seed=3,
+    )
     assert found["rows"] == [row.to_dict() for row in expected]
 
 
@@ -302,9 +345,21 @@ def toy_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 TINY = [
-    "--model", "own_models:make_nearest", "--sigma", "0.15", "--epsilon", "0.15", "--images", "40", "--steps", "4",
-    "--attack-draws", "4", "--draws", "4",
-]  # fmt: skip
+    "--model",
+    "own_models:make_nearest",
+    "--sigma",
+    "0.15",
+    "--epsilon",
+    "0.15",
+    "--images",
+    "40",
+    "--steps",
+    "4",
+    "--attack-draws",
+    "4",
+    "--draws",
+    "4",
+]
 
 
 def test_audit_attacks_side_by_side(toy_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -384,7 +439,7 @@ def test_stopping_is_not_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: py
     def interrupted(*arguments: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("holdfast.experiments.plan.make_plan", interrupted)
+    monkeypatch.setattr("keepcover.evaluation.plan.make_plan", interrupted)
     code, out, err = run(capsys, *PLAN)
     assert (code, out) == (130, "")
     assert "Traceback" not in err
@@ -394,7 +449,7 @@ def test_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any, **options: Any) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("holdfast.experiments.plan.make_plan", broken)
+    monkeypatch.setattr("keepcover.evaluation.plan.make_plan", broken)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         cli.main(PLAN)
 
@@ -405,11 +460,7 @@ def test_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def short_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three lines, few draws, few attacked images."""
-    entries = (
-        Entry("vanilla CP", "cp", 1, sigma=0.0),
-        Entry("RCP1", "rcp1", 1),
-        Entry("exact, 16 draws", "exact", 8),
-    )
+    entries = (Entry("vanilla CP", "cp", 1, sigma=0.0), Entry("RCP1", "rcp1", 1), Entry("exact, 16 draws", "exact", 8))
     fit = demo.fit_under_noise
     monkeypatch.setattr(
         demo, "fit_under_noise", lambda *data, epochs, **options: fit(*data, epochs=min(epochs, 15), **options)

@@ -19,11 +19,11 @@ from matplotlib import pyplot
 from numpy import ndarray
 from scipy.special import expit, ndtri
 
-from holdfast import plots
-from holdfast.bounds import gaussian_shift
-from holdfast.errors import InputError
-from holdfast.experiments import closed_figures
-from holdfast.experiments.closed_form import (
+from keepcover.bounds.bounds import gaussian_shift
+from keepcover.errors import InputError
+from keepcover.pages import plots
+from keepcover.paper import closed_figures
+from keepcover.paper.closed_form import (
     HIGH,
     HPS,
     LOW,
@@ -41,8 +41,8 @@ from holdfast.experiments.closed_form import (
     sigmoid_cdf,
     threshold,
 )
-from holdfast.experiments.piecewise import Score, Smoothed
-from holdfast.transforms import sigmoid
+from keepcover.paper.piecewise import Score, Smoothed
+from keepcover.scores.transforms import sigmoid
 
 from .test_piecewise import Parts, expectation, monotone_scores, patient, sigmas
 
@@ -99,8 +99,13 @@ def test_printed_digits_that_differ_are_named_and_no_others() -> None:
         "size_change: computed -43.14%, printed -43.21%",
     ]
     assert [row["differs"] for row in failure_case()] == [
-        None, "tau: computed -1.250, printed -1.245", None, None, None, None
-    ]  # fmt: skip
+        None,
+        "tau: computed -1.250, printed -1.245",
+        None,
+        None,
+        None,
+        None,
+    ]
 
 
 def test_printed_changes_of_size_are_those_of_rounded_sizes() -> None:
@@ -114,9 +119,13 @@ def test_rows_are_plain_and_other_settings_have_no_printed_values() -> None:
     assert json.loads(json.dumps(rows)) == rows
     assert {key for row in rows for key in row["paper"]} <= set(rows[1]) | set(rows[-1])
     others = [
-        *one_dimensional(0.01, 0.1, [0.02]), *one_dimensional(0.02, 0.1, [0.01]), *one_dimensional(0.01, 0.2, [0.01]),
-        *failure_case(0.01, 0.5, [0.15]), *failure_case(0.02, 0.5, [0.1]), *failure_case(0.01, 0.4, [0.1]),
-    ]  # fmt: skip
+        *one_dimensional(0.01, 0.1, [0.02]),
+        *one_dimensional(0.02, 0.1, [0.01]),
+        *one_dimensional(0.01, 0.2, [0.01]),
+        *failure_case(0.01, 0.5, [0.15]),
+        *failure_case(0.02, 0.5, [0.1]),
+        *failure_case(0.01, 0.4, [0.1]),
+    ]
     assert all(row["paper"] is None and row["differs"] is None for row in others)
 
 
@@ -451,11 +460,7 @@ def test_the_one_dimensional_figure_shows_the_table() -> None:
     assert "as printed" not in drawn(closed_figures.one_dimensional_figure(epsilon=0.02).axes[2])
 
 
-FIGURES = (
-    closed_figures.failure_case_figure,
-    closed_figures.sigmoid_cdf_figure,
-    closed_figures.one_dimensional_figure,
-)
+FIGURES = (closed_figures.failure_case_figure, closed_figures.sigmoid_cdf_figure, closed_figures.one_dimensional_figure)
 
 
 @pytest.mark.parametrize("draw", FIGURES)
@@ -472,7 +477,7 @@ def test_figures_render_alike_every_time_with_labelled_axes(draw: Any) -> None:
 @pytest.mark.parametrize("draw", FIGURES)
 def test_figures_name_the_extra_they_need(draw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(InputError, match=r"pip install 'holdfast\[report\]'"):
+    with pytest.raises(InputError, match=r"pip install 'keepcover\[report\]'"):
         draw()
 
 
@@ -498,7 +503,7 @@ def test_figures_name_the_extra_they_need(draw: Any, monkeypatch: pytest.MonkeyP
         (lambda: closed_figures.one_dimensional_figure(epsilon=0.0), "no edge moves"),
         (lambda: closed_figures.sigmoid_cdf_figure(alpha=-1.0), "centre b"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_refused_with_words(use: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         use()

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from holdfast.conformal import ASSUMPTIONS, Guarantee, conformal_quantile, conformal_rank, exact_level
-from holdfast.draws import Draws
-from holdfast.errors import InputError
-from holdfast.methods import Setting, SplitCP
+from keepcover.errors import InputError
+from keepcover.guarantee import ASSUMPTIONS, Guarantee, conformal_quantile, conformal_rank, exact_level
+from keepcover.methods import Setting, SplitCP
+from keepcover.scores.draws import Draws
 
 patient = settings(deadline=None, derandomize=True)
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.datasets import Labelled, digits
-from holdfast.errors import InputError
-from holdfast.methods.exact import Exact
-from holdfast.models import SmallCNN, backbone, find_weights, last_linear, load_head, load_weights
-from holdfast.models.heads import check_head_is_last, head_bytes
-from holdfast.smoothing import fingerprint
-from holdfast.training import fit_under_noise
-from holdfast.training.bank import FeatureBank
-from holdfast.training.conformal import RCT, ConfTr, ExactRCT
-from holdfast.training.heads import PRESETS, HeadRecipe, train_head, train_network
-from holdfast.training.optimise import Sgd, epoch_key
-from holdfast.training.resume import Checkpoint
-from holdfast.training.run import ConformalRequest, matched_rule, train_conformal
+from keepcover.data import Labelled, digits
+from keepcover.engine.smoother import fingerprint
+from keepcover.errors import InputError
+from keepcover.methods.exact import Exact
+from keepcover.models import SmallCNN, backbone, find_weights, last_linear, load_head, load_weights
+from keepcover.models.heads import check_head_is_last, head_bytes
+from keepcover.training import fit_under_noise
+from keepcover.training.bank import FeatureBank
+from keepcover.training.conformal import RCT, ConfTr, ExactRCT
+from keepcover.training.heads import PRESETS, HeadRecipe, train_head, train_network
+from keepcover.training.optimise import Sgd, epoch_key
+from keepcover.training.resume import Checkpoint
+from keepcover.training.run import ConformalRequest, matched_rule, train_conformal
 
 QUICK = HeadRecipe(epochs=3, batch_size=100)
 
@@ -253,7 +253,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     recipe = replace(QUICK, epochs=6)
     wanted = train_head(model, bank, RCT(), recipe, progress=False)
     clock = iter(range(0, 10**6, 11))  # every epoch finds the checkpoint old
-    monkeypatch.setattr("holdfast.training.heads.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("keepcover.training.heads.time.monotonic", lambda: float(next(clock)))
     save, path = Checkpoint.save, tmp_path / "head.checkpoint.safetensors"
 
     def save_and_die(self: Checkpoint, where: Path, facts: dict[str, Any]) -> None:
@@ -388,13 +388,13 @@ def test_runs_that_cannot_be_are_refused(model: SmallCNN, data: Labelled, tmp_pa
 
 
 def test_weights_are_found_by_path_name_and_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HOLDFAST_WEIGHTS", raising=False)
+    monkeypatch.delenv("KEEPCOVER_WEIGHTS", raising=False)
     path = tmp_path / "mine.safetensors"
     path.write_bytes(b"x")
     assert find_weights(path) == path
     with pytest.raises(InputError, match=r"no weights at mine; .*cifar10-resnet110-sigma0\.25"):
         find_weights("mine")
-    monkeypatch.setenv("HOLDFAST_WEIGHTS", str(tmp_path))
+    monkeypatch.setenv("KEEPCOVER_WEIGHTS", str(tmp_path))
     assert find_weights("mine") == find_weights("mine.safetensors") == path
     assert find_weights("cifar10-resnet110-sigma0.25").name == "cifar10-resnet110-sigma0.25.safetensors"
     with pytest.raises(InputError, match="no weights at"):
@@ -405,7 +405,7 @@ def test_a_killed_run_does_not_go_on_over_other_weights_or_data(
     model: SmallCNN, data: Labelled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 10**6, 11))
-    monkeypatch.setattr("holdfast.training.heads.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("keepcover.training.heads.time.monotonic", lambda: float(next(clock)))
     save, out = Checkpoint.save, tmp_path / "head.safetensors"
 
     def save_and_die(self: Checkpoint, where: Path, facts: dict[str, Any]) -> None:

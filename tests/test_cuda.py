@@ -14,7 +14,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 def kernel_agrees_with_tensor_operations() -> None:
     """The words are the same, so the numbers differ by the rounding of log, sine and cosine: at most 1e-5 of 6.8."""
-    from holdfast.noise import Stream, fused
+    from keepcover.noise.stream import Stream, fused
 
     assert fused(torch.device("cuda", 0)), "Triton is missing"
     for shape in ((3, 32, 32), (1, 5, 7), (4,), (3, 224, 224)):
@@ -29,9 +29,9 @@ def kernel_agrees_with_tensor_operations() -> None:
 
 def a_stream_gives_what_logits_gives() -> None:
     """Prefetching, late checks and large copies to the host change nothing; a NaN is found before the stream ends."""
-    from holdfast.errors import InputError
-    from holdfast.noise import Stream
-    from holdfast.smoothing import Smoother
+    from keepcover.engine.smoother import Smoother
+    from keepcover.errors import InputError
+    from keepcover.noise.stream import Stream
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 5)).cuda()
@@ -50,7 +50,7 @@ def a_stream_gives_what_logits_gives() -> None:
 
 
 def early_exit_gives_the_sets_of_full_drawing() -> None:
-    from holdfast.calibration import calibrate
+    from keepcover.prediction.calibration import calibrate
 
     torch.manual_seed(0)
     centres = torch.rand(6, 48)
@@ -72,9 +72,9 @@ def early_exit_gives_the_sets_of_full_drawing() -> None:
 
 def the_host_never_waits_for_a_batch() -> None:
     """torch raises where an operation makes the host wait for the device; waiting for an event of a past batch is allowed."""
-    from holdfast.calibration import calibrate
-    from holdfast.noise import Stream
-    from holdfast.smoothing import Smoother
+    from keepcover.engine.smoother import Smoother
+    from keepcover.noise.stream import Stream
+    from keepcover.prediction.calibration import calibrate
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 6)).cuda().eval()
@@ -88,7 +88,7 @@ def the_host_never_waits_for_a_batch() -> None:
         more = {} if transform is None else {"transform": transform}
         predictor = calibrate(
             smoother, (images, labels), score=score, method=method, epsilon=0.125, draws=16, seed=1, **more
-        )  # fmt: skip
+        )
         expected = predictor.predict(images, seed=2).mask
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -103,9 +103,9 @@ def one_compilation_serves_every_batch_size() -> None:
     """And the logits are those of the plain network, to rounding."""
     from torch._dynamo.utils import counters
 
-    from holdfast.models import SmallCNN
-    from holdfast.noise import Stream
-    from holdfast.smoothing import Smoother
+    from keepcover.engine.smoother import Smoother
+    from keepcover.models import SmallCNN
+    from keepcover.noise.stream import Stream
 
     torch.manual_seed(0)
     model, images, stream = SmallCNN().cuda().eval(), torch.rand(300, 1, 8, 8), Stream(1, "test")
@@ -118,9 +118,12 @@ def one_compilation_serves_every_batch_size() -> None:
 
 
 CHECKS = (
-    kernel_agrees_with_tensor_operations, a_stream_gives_what_logits_gives, early_exit_gives_the_sets_of_full_drawing,
-    the_host_never_waits_for_a_batch, one_compilation_serves_every_batch_size,
-)  # fmt: skip
+    kernel_agrees_with_tensor_operations,
+    a_stream_gives_what_logits_gives,
+    early_exit_gives_the_sets_of_full_drawing,
+    the_host_never_waits_for_a_batch,
+    one_compilation_serves_every_batch_size,
+)
 
 
 def test_on_a_gpu() -> None:

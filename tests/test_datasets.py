@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from holdfast.datasets import Labelled, archive, cifar, digits, idx, known, paper_splits
-from holdfast.errors import InputError
-from holdfast.logits_file import read_arrays
-from holdfast.models import CifarResNet, SmallCNN
-from holdfast.specs import MODELS, load_data, load_model
+from keepcover.data import Labelled, archive, cifar, digits, idx, known, paper_splits
+from keepcover.errors import InputError
+from keepcover.models import CifarResNet, SmallCNN
+from keepcover.specs import MODELS, load_data, load_model
+from keepcover.store.logits_file import read_arrays
 
 from .test_plain_pickle import python2
 
@@ -84,7 +84,7 @@ def test_class_names_are_always_there(tmp_path: Path) -> None:
 
 def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match=r"found no cifar10 at .* cifar-10-python.tar.gz; `holdfast data cifar10 --out DIR`"
+        InputError, match=r"found no cifar10 at .* cifar-10-python.tar.gz; `keepcover data cifar10 --out DIR`"
     ):
         cifar("cifar10", tmp_path)
     (tmp_path / "cifar-10-batches-bin").mkdir()
@@ -467,7 +467,7 @@ def test_idx_files_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("images", idx_file(np.zeros((4, 28, 28), np.uint8)), "has 4 images, .* has 5 labels"),
         ("labels", idx_file(np.full(5, 10, np.uint8)), "holds a label 10, mnist has 10 classes"),
     ],
-)  # fmt: skip
+)
 def test_bad_idx_files_are_refused(file: str, content: bytes, match: str, tmp_path: Path) -> None:
     write_idx(tmp_path, "mnist", zipped=False)
     (tmp_path / f"t10k-{file}-idx{3 if file == 'images' else 1}-ubyte").write_bytes(content)
@@ -477,7 +477,7 @@ def test_bad_idx_files_are_refused(file: str, content: bytes, match: str, tmp_pa
 
 def test_damaged_gzip_and_missing_idx_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match=r"found no t10k-images-idx3-ubyte.gz of mnist at .*`holdfast data mnist --out"
+        InputError, match=r"found no t10k-images-idx3-ubyte.gz of mnist at .*`keepcover data mnist --out"
     ):
         idx("mnist", tmp_path)
     write_idx(tmp_path, "mnist")
@@ -635,13 +635,19 @@ def test_data_from_a_file(suffix: str, tmp_path: Path) -> None:
     [
         ({"images": torch.rand(2, 3, 4, 4)}, "has no array 'labels'; it holds images"),
         ({"labels": torch.tensor([0, 1])}, "has no array 'images'; it holds labels"),
-        ({"images": torch.rand(2, 4, 4), "labels": torch.tensor([0, 1])}, r"\[n, channels, height, width\], got shape \(2, 4, 4\)"),
-        ({"images": torch.zeros(2, 1, 4, 4).byte(), "labels": torch.tensor([0, 1])}, "got torch.uint8; divide by 255 and save again"),
+        (
+            {"images": torch.rand(2, 4, 4), "labels": torch.tensor([0, 1])},
+            r"\[n, channels, height, width\], got shape \(2, 4, 4\)",
+        ),
+        (
+            {"images": torch.zeros(2, 1, 4, 4).byte(), "labels": torch.tensor([0, 1])},
+            "got torch.uint8; divide by 255 and save again",
+        ),
         ({"images": torch.rand(2, 1, 4, 4), "labels": torch.tensor([0, 1, 1])}, "expected 2 labels"),
         ({"images": torch.rand(2, 1, 4, 4), "labels": torch.tensor([0.0, 1.0])}, "integer class labels"),
         ({"images": torch.rand(2, 1, 4, 4), "labels": torch.tensor([0, -1])}, "labels between 0 and"),
     ],
-)  # fmt: skip
+)
 def test_bad_data_files_are_refused(arrays: dict[str, Any], match: str, suffix: str, tmp_path: Path) -> None:
     path = write_arrays(tmp_path / f"own{suffix}", **arrays)
     with pytest.raises(InputError, match=match):
@@ -718,7 +724,7 @@ def test_models_by_name(tmp_path: Path) -> None:
         ("torch.nn:Identity", "w.safetensors", "weights are for built-in models"),
         ("small-cnn", "nothing.safetensors", "no weights at"),
     ],
-)  # fmt: skip
+)
 def test_bad_model_names_are_refused(spec: str, weights: str | None, match: str) -> None:
     with pytest.raises(InputError, match=match):
         load_model(spec, weights)

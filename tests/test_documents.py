@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
-from holdfast.cli import every_command
+import keepcover
+from keepcover.cli import every_command
 
 from . import documents
 
@@ -75,7 +75,7 @@ def test_every_example_runs(example: str) -> None:
 
 def test_generated_parts_are_current() -> None:
     """Tables and figures follow from results/, the references from the commands and the public names."""
-    pytest.importorskip("fastapi")  # the reference imports holdfast.serve
+    pytest.importorskip("fastapi")  # the reference imports keepcover.serve
     done = run("docs/generate.py", "--check")
     assert done.returncode == 0, done.stderr
 
@@ -86,7 +86,7 @@ def test_generated_parts_are_current() -> None:
 def test_every_command_is_documented() -> None:
     reference = text_of("docs/cli.md")
     commands = {" ".join(path) for path, _ in every_command()}
-    assert commands == set(re.findall(r"^## holdfast ([\w ]+)", reference, re.MULTILINE))
+    assert commands == set(re.findall(r"^## keepcover ([\w ]+)", reference, re.MULTILINE))
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -105,16 +105,16 @@ def documented() -> set[str]:
     """Names in the Python reference: described there, or said to be another name of something described."""
     pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
     return set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE)) | set(
-        re.findall(r"^- \[?`(holdfast\.\S+)`", pages, re.MULTILINE)
+        re.findall(r"^- \[?`(keepcover\.\S+)`", pages, re.MULTILINE)
     )
 
 
 def public() -> set[str]:
     """``__all__`` of the package and of everything in it; the command line has a reference of its own."""
-    names = {f"holdfast.{name}" for name in holdfast.__all__}
-    for info in pkgutil.walk_packages(holdfast.__path__, "holdfast."):
+    names = {f"keepcover.{name}" for name in keepcover.__all__}
+    for info in pkgutil.walk_packages(keepcover.__path__, "keepcover."):
         # The kernel needs Triton, and nobody but noise.py calls it.
-        if not info.name.startswith(("holdfast.cli", "holdfast.noise_kernel")) and not info.name.endswith("__main__"):
+        if not info.name.startswith(("keepcover.cli", "keepcover.noise.kernel")) and not info.name.endswith("__main__"):
             names |= {f"{info.name}.{name}" for name in getattr(importlib.import_module(info.name), "__all__", ())}
     return names
 
@@ -127,7 +127,7 @@ def test_every_name_that_pages_and_examples_import_is_in_the_reference() -> None
     """Whoever follows a page finds what it uses."""
     code = [fence.code for page in PAGES for fence in documents.fences(text_of(page)) if fence.language == "python"]
     code += [text_of(f"examples/{example}") for example in EXAMPLES]
-    names = set().union(*(documents.imported_names(one) for one in code)) - {"holdfast.cli.main"}
+    names = set().union(*(documents.imported_names(one) for one in code)) - {"keepcover.cli.main"}
     assert len(names) > 20
     modules = {name for name in names if type(documents.value_of(name)).__name__ == "module"}
     assert documents.undocumented(names - modules, documented()) == []
@@ -141,8 +141,8 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_every_public_name_has_a_docstring() -> None:
-    for name in holdfast.__all__:
-        assert (getattr(holdfast, name).__doc__ or "").strip() or name == "METHODS", name
+    for name in keepcover.__all__:
+        assert (getattr(keepcover, name).__doc__ or "").strip() or name == "METHODS", name
 
 
 # -- the checks find planted mistakes ----------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ import cluster
 - a list
 
     ```sh
-    holdfast plan --epsilon 0.125 \\
+    keepcover plan --epsilon 0.125 \\
       --sigma 0.25 --draws 4  # a comment
     ```
 """
@@ -175,7 +175,7 @@ def test_fences_are_read_as_they_are_meant() -> None:
     first, second, third = documents.fences(PAGE)
     assert (first.code, first.runs) == ("print(1)\n", True)
     assert (second.code, second.runs) == ("import cluster\n", False)
-    assert third.code.startswith("holdfast plan")
+    assert third.code.startswith("keepcover plan")
     assert list(documents.shell_commands(PAGE)) == [["plan", "--epsilon", "0.125", "--sigma", "0.25", "--draws", "4"]]
     assert documents.Fence("python", "", "*Not run by the tests: .*").runs  # a reason is needed
     assert documents.Fence("python", "", "not run").runs
@@ -188,9 +188,9 @@ def test_fences_are_read_as_they_are_meant() -> None:
         ("evaluate a.npz --epsilon 0.1 --method exact rcp1", None),
         ("smooth ... --draws 4", None),
         ("audit --help", None),
-        ("plam --epsilon 0.1 --sigma 0.2", "no command holdfast plam"),
-        ("train bass --sigma 1", "no command holdfast train bass"),
-        ("train", "no command holdfast train"),
+        ("plam --epsilon 0.1 --sigma 0.2", "no command keepcover plam"),
+        ("train bass --sigma 1", "no command keepcover train bass"),
+        ("train", "no command keepcover train"),
         ("plan --epsilom 0.1 --sigma 0.2", "--epsilom"),
         ("plan --epsilon 0.1", "Missing option '--sigma'"),
         ("plan --epsilon tiny --sigma 0.2", "valid number"),
@@ -203,13 +203,13 @@ def test_fences_are_read_as_they_are_meant() -> None:
 def test_a_wrong_command_is_found(command: str, problem: str | None) -> None:
     found = documents.command_problem(command.split())
     assert (found is None) if problem is None else (problem in (found or "")), found
-    shown = documents.command_problems(f"```sh\nholdfast {command}\n```\n")
+    shown = documents.command_problems(f"```sh\nkeepcover {command}\n```\n")
     assert bool(shown) == (problem is not None)
 
 
 def test_wrong_options_in_running_text_are_found() -> None:
-    assert documents.command_problems("`holdfast plan --epsilon E --sigma S` and `holdfast plan`") == []
-    assert len(documents.command_problems("`holdfast plan --epsilon E --sigm S`")) == 1
+    assert documents.command_problems("`keepcover plan --epsilon E --sigma S` and `keepcover plan`") == []
+    assert len(documents.command_problems("`keepcover plan --epsilon E --sigm S`")) == 1
 
 
 def test_a_missing_target_is_found() -> None:
@@ -219,14 +219,14 @@ def test_a_missing_target_is_found() -> None:
 
 def test_dead_links_and_anchors_are_found(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text(
-        "# Title\n\n## A `code` heading, σ & more\n\n## Twice\n\n## Twice\n\n::: holdfast.calibrate\n"
+        "# Title\n\n## A `code` heading, σ & more\n\n## Twice\n\n## Twice\n\n::: keepcover.calibrate\n"
     )
     good = [
         "other.md",
         "other.md#title",
         "other.md#a-code-heading-σ--more",
         "other.md#twice-1",
-        "other.md#holdfast.calibrate",
+        "other.md#keepcover.calibrate",
         "#here",
     ]
     bad = ["another.md", "other.md#tittle", "other.md#twice-2", "missing.svg", "#there"]
@@ -243,11 +243,11 @@ def test_hidden_lists_are_found() -> None:
 
 
 def test_undocumented_names_are_found() -> None:
-    assert documents.imported_names("from holdfast.noise import Stream\nimport torch\nfrom torch import nn") == {
-        "holdfast.noise.Stream"
-    }
-    assert documents.undocumented({"holdfast.noise.Stream"}, {"holdfast.Stream"}) == []
-    assert documents.undocumented({"holdfast.load"}, {"holdfast.Stream"}) == ["holdfast.load"]
+    assert documents.imported_names(
+        "from keepcover.noise.stream import Stream\nimport torch\nfrom torch import nn"
+    ) == {"keepcover.noise.stream.Stream"}
+    assert documents.undocumented({"keepcover.noise.stream.Stream"}, {"keepcover.Stream"}) == []
+    assert documents.undocumented({"keepcover.load"}, {"keepcover.Stream"}) == ["keepcover.load"]
 
 
 def test_a_session_that_prints_something_else_is_found() -> None:

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import cli
-from holdfast.datasets import idx, known
-from holdfast.datasets.download import complete_forms, download, inventory
-from holdfast.datasets.known import File
-from holdfast.errors import InputError
+from keepcover import cli
+from keepcover.data import idx, known
+from keepcover.data.download import complete_forms, download, inventory
+from keepcover.data.known import File
+from keepcover.errors import InputError
 
 from .test_datasets import write_idx
 
@@ -165,7 +165,7 @@ def test_killed_halfway_and_resumed(server: Server, tmp_path: Path) -> None:
     """kill -9 in the middle: no file under its own name, and the second run asks only for the rest."""
     server.stall = 400_000
     code = (
-        "import sys; from dataclasses import replace; from holdfast.datasets import known, download\n"
+        "import sys; from dataclasses import replace; from keepcover.data import known, download\n"
         "source = known.SOURCES['cifar10']['binary']; file = known.File(sys.argv[2], sys.argv[3], int(sys.argv[4]))\n"
         "known.SOURCES['cifar10']['binary'] = replace(source, address=sys.argv[1], files=(file,))\n"
         "download('cifar10', sys.argv[5], progress=False)"
@@ -354,9 +354,13 @@ def test_the_command_lists_what_is_known(capsys: pytest.CaptureFixture[str]) -> 
     rows = json.loads(out)["datasets"]
     assert code == 0
     assert {(row["name"], row["form"]) for row in rows} == {
-        ("cifar10", "binary"), ("cifar10", "python"), ("cifar100", "binary"), ("cifar100", "python"),
-        ("mnist", "binary"), ("fashion-mnist", "binary"),
-    }  # fmt: skip
+        ("cifar10", "binary"),
+        ("cifar10", "python"),
+        ("cifar100", "binary"),
+        ("cifar100", "python"),
+        ("mnist", "binary"),
+        ("fashion-mnist", "binary"),
+    }
     assert rows[0]["files"] == ["https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"]
     assert rows[0]["bytes"] == 170_052_171
     code, out, _ = run(capsys, "data")
@@ -420,7 +424,8 @@ def test_the_inventory_looks_at_extracted_files(tmp_path: Path, monkeypatch: pyt
     for folder in (tmp_path, tmp_path / source.folder):
         found = inventory("cifar100", folder)
         assert [(one.form, one.path.name, one.state) for one in found] == [
-            ("python", "train", "verified"), ("python", "test", "verified")
-        ]  # fmt: skip
+            ("python", "train", "verified"),
+            ("python", "test", "verified"),
+        ]
         assert complete_forms("cifar100", found) == ["python"]
         assert complete_forms("cifar100", found[:1]) == []

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.draws import Draws, in_pieces, pieces
-from holdfast.errors import InputError
+from keepcover.errors import InputError
+from keepcover.scores.draws import Draws, in_pieces, pieces
 
 patient = settings(deadline=None, derandomize=True)
 
@@ -57,7 +57,7 @@ def test_selections_keep_mean_variance_and_count_together() -> None:
 
 @pytest.mark.parametrize("piece", [1, 24, 60, 2**18])
 def test_pieces_are_all_of_it_and_change_nothing(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.draws.PIECE", piece)
+    monkeypatch.setattr("keepcover.scores.draws.PIECE", piece)
     values = torch.randn(7, 3, 8, generator=torch.Generator().manual_seed(0))
     parts = pieces(values)
     assert torch.equal(torch.cat([values[part] for part in parts]), values)

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from holdfast.calibration import calibrate
-from holdfast.draws import Draws
-from holdfast.early_exit import Vote
-from holdfast.errors import InputError
-from holdfast.inputs import Batch
-from holdfast.methods import Setting, get_method
-from holdfast.methods.exact import CountRule, Exact
+from keepcover.engine.inputs import Batch
+from keepcover.errors import InputError
+from keepcover.methods import Setting, get_method
+from keepcover.methods.early_exit import Vote
+from keepcover.methods.exact import CountRule, Exact
+from keepcover.prediction.calibration import calibrate
+from keepcover.scores.draws import Draws
 
 patient = settings(deadline=None, derandomize=True, max_examples=150)
 

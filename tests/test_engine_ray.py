@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from holdfast.store import LogitStore
+from keepcover.store import LogitStore
 
 from .test_smooth_cli import arguments, chunks
 from .test_smoothing import toy
 from .test_store import content
 
 pytestmark = pytest.mark.ray
-pytest.importorskip("ray", reason="needs pip install 'holdfast[ray]'")
+pytest.importorskip("ray", reason="needs pip install 'keepcover[ray]'")
 
 IMAGES, CHUNKS, PASSES = 60, 18, 3  # forward passes of a chunk: 10 images, 4 draws, 16 noisy images in each
 
@@ -70,7 +70,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Run:
-    """``holdfast smooth`` in a process of its own."""
+    """``keepcover smooth`` in a process of its own."""
 
     def __init__(self, place: Path, out: str, sleep: float = 0.0, **options: Any) -> None:
         self.notes = place / f"{out}.notes"
@@ -79,15 +79,24 @@ class Run:
         words = arguments(place, out, **{"model": "noted:make", "json": True, **options})
         source = Path(__file__).resolve().parents[1] / "src"
         environment = {
-            **os.environ, "PYTHONPATH": os.pathsep.join([str(place), str(source)]), "OMP_NUM_THREADS": "1",
-            "SLEEP": str(sleep), "NOTES": str(self.notes),
-        }  # fmt: skip
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(place), str(source)]),
+            "OMP_NUM_THREADS": "1",
+            "SLEEP": str(sleep),
+            "NOTES": str(self.notes),
+        }
         environment.pop("RAY_ADDRESS", None)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=environment, start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored by all that a shell runs in the background
-        )  # fmt: skip
+            [sys.executable, "-m", "keepcover", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            ),  # ignored by all that a shell runs in the background
+        )
 
     @property
     def passes(self) -> list[int]:
@@ -186,12 +195,12 @@ SCRIPT = """
 import functools, json, os, sys, warnings
 from pathlib import Path
 import ray, torch
-from holdfast.engines import Cluster
-from holdfast.engines.ray import fill
-from holdfast.errors import InputError
-from holdfast.smoothing import Smoother
-from holdfast.specs import load_data
-from holdfast.store import LogitStore, StoreKey
+from keepcover.store.cluster import Cluster
+from keepcover.store.cluster.ray import fill
+from keepcover.errors import InputError
+from keepcover.engine.smoother import Smoother
+from keepcover.specs import load_data
+from keepcover.store import LogitStore, StoreKey
 import noted
 
 warnings.simplefilter("ignore")  # of images that are too bright
@@ -261,9 +270,12 @@ print("RESULT", json.dumps(found))
 def script(place: Path, text: str, name: str) -> dict[str, Any]:
     source = Path(__file__).resolve().parents[1] / "src"
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join([str(place), str(source)]), "OMP_NUM_THREADS": "1",
-        "RAY_USAGE_STATS_ENABLED": "0", "NOTES": str(place / f"{name}.notes"),
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(place), str(source)]),
+        "OMP_NUM_THREADS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "NOTES": str(place / f"{name}.notes"),
+    }
     environment.pop("RAY_ADDRESS", None)
     done = subprocess.run(
         [sys.executable, "-c", text, str(place)], capture_output=True, text=True, timeout=300, env=environment
@@ -301,11 +313,11 @@ import json, os, signal, sys, threading, time
 from pathlib import Path
 import torch
 from ray.cluster_utils import Cluster as Machines
-from holdfast.engines import Cluster
-from holdfast.engines.ray import fill
-from holdfast.smoothing import Smoother
-from holdfast.specs import load_data
-from holdfast.store import LogitStore, StoreKey
+from keepcover.store.cluster import Cluster
+from keepcover.store.cluster.ray import fill
+from keepcover.engine.smoother import Smoother
+from keepcover.specs import load_data
+from keepcover.store import LogitStore, StoreKey
 import noted
 
 place = Path(sys.argv[1])
@@ -349,12 +361,12 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 from ray.cluster_utils import Cluster as Machines
-from holdfast.engines import Cluster
-from holdfast.engines.ray import fill
-from holdfast.errors import InputError
-from holdfast.smoothing import Smoother
-from holdfast.specs import load_data
-from holdfast.store import LogitStore, StoreKey
+from keepcover.store.cluster import Cluster
+from keepcover.store.cluster.ray import fill
+from keepcover.errors import InputError
+from keepcover.engine.smoother import Smoother
+from keepcover.specs import load_data
+from keepcover.store import LogitStore, StoreKey
 import noted
 
 place = Path(sys.argv[1])

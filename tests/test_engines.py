@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from holdfast.engines import Cluster
-from holdfast.engines import ray as engine
-from holdfast.engines.pool import Pool
-from holdfast.engines.worker import Recipe, Worker
-from holdfast.errors import HoldfastWarning, InputError
-from holdfast.store import Chunk, LogitStore, StoreKey
-from holdfast.store.filling import Filling, scattered
+from keepcover.errors import InputError, KeepcoverWarning
+from keepcover.store import Chunk, LogitStore, StoreKey
+from keepcover.store.cluster import Cluster
+from keepcover.store.cluster import ray as engine
+from keepcover.store.cluster.pool import Pool
+from keepcover.store.cluster.worker import Recipe, Worker
+from keepcover.store.filling import Filling, scattered
 
 from .test_cli import refused
 from .test_smooth_cli import arguments, place
@@ -135,7 +135,7 @@ class Actor:
 def run_pool(
     root: Path, ray: Any, cluster: Cluster, count: int = 2, model: Any = None, data: Any = DATA
 ) -> tuple[Pool, Filling]:
-    """What :func:`holdfast.engines.ray.fill` does once it is connected."""
+    """What :func:`keepcover.store.cluster.ray.fill` does once it is connected."""
     run = smoother()
     store = LogitStore.open(root, StoreKey.of(run, DATA, 0), **GRID)
     recipe = Recipe(store.key, run.batch_size, torch.get_num_threads())
@@ -260,8 +260,8 @@ def test_a_worker_with_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_worker_with_other_versions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.engines.worker.versions", lambda: {"holdfast": "0.0.1", "torch": "1.0"})
-    with pytest.raises(InputError, match=r"has holdfast 0\.0\.1 with torch 1\.0 and this machine holdfast"):
+    monkeypatch.setattr("keepcover.store.cluster.worker.versions", lambda: {"keepcover": "0.0.1", "torch": "1.0"})
+    with pytest.raises(InputError, match=r"has keepcover 0\.0\.1 with torch 1\.0 and this machine keepcover"):
         run_pool(tmp_path, Ray(never, random.Random(0)), Cluster())
 
 
@@ -422,7 +422,7 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "ray", None)
     run = smoother()
     store = LogitStore.open(tmp_path, StoreKey.of(run, DATA, 0), **GRID)
-    with pytest.raises(InputError, match=r"the cluster engine needs Ray: pip install 'holdfast\[ray\]'"):
+    with pytest.raises(InputError, match=r"the cluster engine needs Ray: pip install 'keepcover\[ray\]'"):
         engine.fill(store, run, DATA, 8)
     store.fill(run, DATA, 8)
     done = engine.fill(store, run, DATA, 8)  # a finished store needs no cluster
@@ -508,7 +508,7 @@ def test_a_machine_without_room_is_refused_and_a_cluster_waited_for(
     with pytest.raises(InputError, match="each needs 2 CPU on one node, and the cluster has 1 CPU"):
         engine.fill(store, run, DATA, 8, Cluster(cpus=2.0))
     ray.connected = True
-    with pytest.warns(HoldfastWarning, match="waiting for one"):
+    with pytest.warns(KeepcoverWarning, match="waiting for one"):
         done = engine.fill(store, run, DATA, 8, Cluster(cpus=2.0))
     assert (done.computed, done.workers, len(ray.actors)) == (CHUNKS, 1, 1)
 
@@ -527,16 +527,12 @@ def test_a_machine_without_room_is_refused_and_a_cluster_waited_for(
         ),
         ({"engine": "ray", "gpus_per_worker": 0, "device": "cuda"}, "every worker needs a part of a GPU"),
         ({"engine": "ray", "device": "cuda:1"}, "expected --device cpu or cuda with --engine ray"),
-        ({"engine": "ray"}, "pip install 'holdfast[ray]'"),
+        ({"engine": "ray"}, "pip install 'keepcover[ray]'"),
         ({"engine": "spark"}, "spark"),
     ],
 )
 def test_the_command_refuses_what_cannot_be(
-    options: dict[str, Any],
-    said: str,
-    place: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], said: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert said in refused(capsys, *arguments(place, **options))

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from holdfast.datasets.splits import random_splits
-from holdfast.errors import InputError
-from holdfast.experiments.evaluation_page import evaluation_page
-from holdfast.experiments.splits import Row, evaluate_methods
-from holdfast.metrics import Spread
+from keepcover.data.splits import random_splits
+from keepcover.errors import InputError
+from keepcover.evaluation.splits import Row, evaluate_methods
+from keepcover.pages.evaluation_page import evaluation_page
+from keepcover.tasks.metrics import Spread
 
 from .test_cli import as_json, refused, run
 from .test_report import offline, parsed
@@ -105,8 +105,22 @@ def test_evaluate_writes_the_page_and_its_figures(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page, pictures = tmp_path / "page.html", tmp_path / "figures"
-    base: list[Any] = ["evaluate", file, "--epsilon", "0.1", "--sigma", "0.25", "--splits", "2", "--holdout", "40",
-                       "--method", "rcp1", "--method", "cp"]  # fmt: skip
+    base: list[Any] = [
+        "evaluate",
+        file,
+        "--epsilon",
+        "0.1",
+        "--sigma",
+        "0.25",
+        "--splits",
+        "2",
+        "--holdout",
+        "40",
+        "--method",
+        "rcp1",
+        "--method",
+        "cp",
+    ]
     found = as_json(capsys, *base, "--report", page, "--figures", pictures, "--class-names", "a,b,c,d,e")
     assert found["report"] == str(page)
     html = page.read_text()

@@ -26,23 +26,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from holdfast.artifact import load
-from holdfast.calibration import calibrate
-from holdfast.cli import main
-from holdfast.errors import InputError
-from holdfast.explore import app as explore_app
-from holdfast.explore.answers import Explorer
-from holdfast.explore.app import STATIC, create_app
-from holdfast.explore.attacking import attack_one
-from holdfast.explore.images import amplified, png, read_upload
-from holdfast.explore.lineup import Lineup, radii, sentence
-from holdfast.explore.look import bars, nested, own_sets
-from holdfast.explore.server import run
-from holdfast.explore.smoother import SharedSmoother
-from holdfast.explore.subject import Subject, own_subject, saved_subject
-from holdfast.noise import Stream
-from holdfast.serve.problems import Problem
-from holdfast.smoothing import Smoother
+from keepcover.cli import main
+from keepcover.engine.smoother import Smoother
+from keepcover.errors import InputError
+from keepcover.explore import app as explore_app
+from keepcover.explore.answers import Explorer
+from keepcover.explore.app import STATIC, create_app
+from keepcover.explore.attacking import attack_one
+from keepcover.explore.images import amplified, png, read_upload
+from keepcover.explore.lineup import Lineup, radii, sentence
+from keepcover.explore.look import bars, nested, own_sets
+from keepcover.explore.server import run
+from keepcover.explore.smoother import SharedSmoother
+from keepcover.explore.subject import Subject, own_subject, saved_subject
+from keepcover.noise.stream import Stream
+from keepcover.prediction.artifact import load
+from keepcover.prediction.calibration import calibrate
+from keepcover.serve.problems import Problem
 
 from .exploring import EPSILONS, NAMES, SIGMA, toy_data, toy_explorer, toy_model
 
@@ -113,19 +113,36 @@ def test_looking_again_shows_the_same_and_other_images_have_other_noise(explorer
 @pytest.mark.parametrize(
     ("method", "draws", "options"),
     [
-        ("cp", 1, {}), ("cp_smoothed", 8, {}), ("rscp", 8, {}), ("rscp_plus_hoeffding", 64, {}),
-        ("rscp_plus_bernstein", 256, {}), ("exact", 4, {}), ("exact", 4, {"randomize": True}), ("rcp1", 1, {}),
-        ("bincp", 64, {}), ("cas", 64, {}), ("exact", 4, {"score": "aps"}), ("cp", 1, {"score": "aps"}),
+        ("cp", 1, {}),
+        ("cp_smoothed", 8, {}),
+        ("rscp", 8, {}),
+        ("rscp_plus_hoeffding", 64, {}),
+        ("rscp_plus_bernstein", 256, {}),
+        ("exact", 4, {}),
+        ("exact", 4, {"randomize": True}),
+        ("rcp1", 1, {}),
+        ("bincp", 64, {}),
+        ("cas", 64, {}),
+        ("exact", 4, {"score": "aps"}),
+        ("cp", 1, {"score": "aps"}),
     ],
-)  # fmt: skip
-@pytest.mark.filterwarnings("ignore::holdfast.errors.HoldfastWarning")
+)
+@pytest.mark.filterwarnings("ignore::keepcover.errors.KeepcoverWarning")
 def test_bars_explain_every_method(method: str, draws: int, options: dict[str, Any]) -> None:
     """A label is in the set exactly where its bar reaches the line, whatever the method of a saved predictor."""
     holdout, calibration, gallery = toy_data().split(60, 250, 150)
     predictor = calibrate(
-        toy_model(), calibration.pair, epsilon=(0.05, 0.2), sigma=SIGMA, method=method, draws=draws, seed=1, progress=False,
-        holdout=None if method in ("cp", "rcp1") else holdout.pair, **options,
-    )  # fmt: skip
+        toy_model(),
+        calibration.pair,
+        epsilon=(0.05, 0.2),
+        sigma=SIGMA,
+        method=method,
+        draws=draws,
+        seed=1,
+        progress=False,
+        holdout=None if method in ("cp", "rcp1") else holdout.pair,
+        **options,
+    )
     stream, decided = Stream(0, "test"), set()
     for i in range(30):
         image, id = gallery.images[i : i + 1], torch.tensor([i])
@@ -168,8 +185,10 @@ def test_remembered_logits_are_those_of_a_plain_smoother_and_memory_is_bounded()
         for at in range(0, 70, 32):
             part = slice(at, at + 32)
             assert torch.allclose(
-                shared.logits(images[part], draws, stream, ids[part]), plain.logits(images[part], draws, stream, ids[part]), atol=1e-5,
-            )  # fmt: skip
+                shared.logits(images[part], draws, stream, ids[part]),
+                plain.logits(images[part], draws, stream, ids[part]),
+                atol=1e-5,
+            )
     assert shared._bytes == sum(logits.nbytes for logits in shared._seen.values()) <= 10_000
 
 
@@ -358,12 +377,20 @@ def test_a_fitting_upload_is_taken_as_it_is(client: TestClient, explorer: Explor
         ("RGB", (4, 4), ["turned from colour into greyscale"]),
         ("L", (9, 5), ["cropped and resized from 9 x 5 to 4 x 4 pixels"]),
         ("RGBA", (4, 4), ["transparency laid on white", "turned from colour into greyscale"]),
-        ("LA", (8, 8), ["transparency laid on white", "turned from colour into greyscale", "cropped and resized from 8 x 8 to 4 x 4 pixels"]),
+        (
+            "LA",
+            (8, 8),
+            [
+                "transparency laid on white",
+                "turned from colour into greyscale",
+                "cropped and resized from 8 x 8 to 4 x 4 pixels",
+            ],
+        ),
         ("P", (4, 4), ["turned from colour into greyscale"]),
         ("1", (4, 4), []),
         ("I;16", (4, 4), ["brought to 8 bits per channel"]),
     ],
-)  # fmt: skip
+)
 def test_what_is_done_to_an_upload_is_said(
     client: TestClient, mode: str, size: tuple[int, int], words: list[str]
 ) -> None:
@@ -662,7 +689,7 @@ def test_arguments_that_do_not_go_together(
 def test_the_extra_is_named(missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     assert main(["explore"]) == 2
-    assert f"the explorer needs {missing}: pip install 'holdfast[explore]'" in capsys.readouterr().err
+    assert f"the explorer needs {missing}: pip install 'keepcover[explore]'" in capsys.readouterr().err
 
 
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
@@ -670,9 +697,27 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     np.savez(tmp_path / "corners.npz", images=data.images.numpy(), labels=data.labels.numpy())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     command = [
-        sys.executable, "-m", "holdfast", "explore", "--model", "exploring:toy_model", "--data", str(tmp_path / "corners.npz"),
-        "--sigma", "0.5", "--draws", "1", "--alpha", "0.1", "--epsilon", "0.5", "--port", "0", "--no-open", "--json",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "keepcover",
+        "explore",
+        "--model",
+        "exploring:toy_model",
+        "--data",
+        str(tmp_path / "corners.npz"),
+        "--sigma",
+        "0.5",
+        "--draws",
+        "1",
+        "--alpha",
+        "0.1",
+        "--epsilon",
+        "0.5",
+        "--port",
+        "0",
+        "--no-open",
+        "--json",
+    ]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:

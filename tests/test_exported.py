@@ -16,13 +16,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from holdfast import audit, calibrate, fingerprint, load
-from holdfast.adapters import ExportedClassifier
-from holdfast.adapters.program import _is_arithmetic, checked_copy
-from holdfast.errors import InputError
-from holdfast.models import SmallCNN
-from holdfast.specs import load_model
-from holdfast.training import fit_under_noise
+from keepcover import calibrate, fingerprint, load
+from keepcover.adapters import ExportedClassifier
+from keepcover.adapters.program import _is_arithmetic, checked_copy
+from keepcover.attacks import audit
+from keepcover.errors import InputError
+from keepcover.models import SmallCNN
+from keepcover.specs import load_model
+from keepcover.training import fit_under_noise
 
 from .test_smoothing import SHAPE, nearest, toy
 
@@ -341,10 +342,28 @@ def test_expressions_are_arithmetic_or_refused() -> None:
         "2.5",
     ]
     bad = [
-        "", "x", "open('f')", "s0.real", "s0[0]", "lambda: s0", "'s0'", "f'{s0}'", "(s0 := 1)", "eval(s0)", "Max(a=1)",
-        "Symbol('x y')", "Symbol('s0', a=open('f'))", "__import__('os')", "s0 if s1 else s2", "[s0 for s0 in s1]", "*s0",
-        "Max(*s0)", "exec", "s0 and s1", "(" * 500 + "s0" + ")" * 500,
-    ]  # fmt: skip
+        "",
+        "x",
+        "open('f')",
+        "s0.real",
+        "s0[0]",
+        "lambda: s0",
+        "'s0'",
+        "f'{s0}'",
+        "(s0 := 1)",
+        "eval(s0)",
+        "Max(a=1)",
+        "Symbol('x y')",
+        "Symbol('s0', a=open('f'))",
+        "__import__('os')",
+        "s0 if s1 else s2",
+        "[s0 for s0 in s1]",
+        "*s0",
+        "Max(*s0)",
+        "exec",
+        "s0 and s1",
+        "(" * 500 + "s0" + ")" * 500,
+    ]
     assert [text for text in good if not _is_arithmetic(text)] == []
     assert [text for text in bad if _is_arithmetic(text)] == []
 

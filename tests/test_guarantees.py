@@ -19,11 +19,11 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from holdfast.bounds import hoeffding, miss_rate
-from holdfast.draws import Draws
-from holdfast.methods import Exact, Method, Setting, get_method
-from holdfast.transforms import PTT
-from holdfast.tuning import Holdout
+from keepcover.bounds.bounds import hoeffding, miss_rate
+from keepcover.methods import Exact, Method, Setting, get_method
+from keepcover.methods.holdout import Holdout
+from keepcover.scores.draws import Draws
+from keepcover.scores.transforms import PTT
 
 from .test_bounds import crossing, curve
 
@@ -48,10 +48,7 @@ LAWS: dict[str, Law] = {
 }
 """Laws of x. Scores of "steps" are rounded as well, so that they are full of ties."""
 
-BOUNDED: dict[str, Map] = {
-    "smooth": lambda s: torch.special.ndtr(s / SIGMA),
-    "step": lambda s: (s > 0).float(),
-}
+BOUNDED: dict[str, Map] = {"smooth": lambda s: torch.special.ndtr(s / SIGMA), "step": lambda s: (s > 0).float()}
 """Increasing maps into [0, 1]; under "step" the smoothed score is q itself."""
 
 

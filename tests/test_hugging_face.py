@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.adapters import HuggingFaceClassifier, from_hugging_face
-from holdfast.errors import InputError
-from holdfast.specs import load_model
+import keepcover
+from keepcover.adapters import HuggingFaceClassifier, from_hugging_face
+from keepcover.errors import InputError
+from keepcover.specs import load_model
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 PREPROCESSOR = {
@@ -35,9 +35,16 @@ def transformers() -> Any:
 def original(transformers: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.ViTConfig(
-        image_size=8, patch_size=4, num_channels=3, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-        id2label={0: "cat", 1: "dog", 2: "eel"}, label2id={"cat": 0, "dog": 1, "eel": 2},
-    )  # fmt: skip
+        image_size=8,
+        patch_size=4,
+        num_channels=3,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        id2label={0: "cat", 1: "dog", 2: "eel"},
+        label2id={"cat": 0, "dog": 1, "eel": 2},
+    )
     return transformers.ViTForImageClassification(config).eval()
 
 
@@ -100,14 +107,14 @@ def test_calibrate_save_and_load(saved: Path, tmp_path: Path) -> None:
     model = from_hugging_face(saved)
     images = torch.rand(200, 3, 8, 8)
     labels = model(images).argmax(dim=1)
-    predictor = holdfast.calibrate(
+    predictor = keepcover.calibrate(
         model, (images, labels), epsilon=0.01, sigma=0.02, draws=2, class_names=model.class_names
     )
     predictor.save(tmp_path / "p.safetensors")
-    again = holdfast.load(tmp_path / "p.safetensors", from_hugging_face(saved))
+    again = keepcover.load(tmp_path / "p.safetensors", from_hugging_face(saved))
     assert {name for names in again.predict(images[:20]) for name in names} <= {"cat", "dog", "eel"}
     with pytest.raises(InputError, match="the model differs from the one calibrated"):
-        holdfast.load(tmp_path / "p.safetensors", from_hugging_face(saved, mean=(0.1,) * 3, std=(0.2,) * 3))
+        keepcover.load(tmp_path / "p.safetensors", from_hugging_face(saved, mean=(0.1,) * 3, std=(0.2,) * 3))
 
 
 def test_the_command_line_takes_the_folder(saved: Path) -> None:
@@ -200,7 +207,7 @@ def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(InputError, match=r"pip install 'holdfast\[hugging-face\]'"):
+    with pytest.raises(InputError, match=r"pip install 'keepcover\[hugging-face\]'"):
         from_hugging_face(tmp_path)
 
 

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 
-from holdfast.calibration import calibrate
-from holdfast.datasets import Labelled, image_folder
-from holdfast.datasets.decode import decode
-from holdfast.errors import InputError
-from holdfast.inputs import batches, length
-from holdfast.specs import load_data
+from keepcover.data import Labelled, image_folder
+from keepcover.data.decode import decode
+from keepcover.engine.inputs import batches, length
+from keepcover.errors import InputError
+from keepcover.prediction.calibration import calibrate
+from keepcover.specs import load_data
 
 
 def noise(width: int, height: int, seed: int = 0) -> np.ndarray:
@@ -107,8 +107,11 @@ def test_every_mode_becomes_rgb(tmp_path: Path) -> None:
     palette.putdata((grey % 4).flatten().tolist())
     palette.save(tmp_path / "palette.png", transparency=bytes([0, 128, 255, 255]))
     assert decode(tmp_path / "palette.png", None, None)[:, 0, :4].T.tolist() == [
-        [10, 20, 30], [40, 50, 60], [70, 80, 90], [100, 110, 120]
-    ]  # fmt: skip
+        [10, 20, 30],
+        [40, 50, 60],
+        [70, 80, 90],
+        [100, 110, 120],
+    ]
     Image.new("CMYK", (8, 8), (255, 0, 0, 0)).save(tmp_path / "cmyk.jpg")
     assert decode(tmp_path / "cmyk.jpg", None, None).shape == (3, 8, 8)
 
@@ -145,7 +148,7 @@ def test_order_labels_and_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_it_is_data_for_holdfast(workers: int, tmp_path: Path) -> None:
+def test_it_is_data_for_keepcover(workers: int, tmp_path: Path) -> None:
     """As a dataset, through its loader with and without processes, and in memory: the same images and labels."""
     make(tmp_path, {"a": 5, "b": 4})
     data = image_folder(tmp_path, resize=10, crop=8)
@@ -183,7 +186,7 @@ def test_memory_does_not_grow_with_the_number_of_images(tmp_path: Path) -> None:
         os.link(first, tmp_path / ("a" if i < 120 else "b") / f"{i:03d}.png")
     code = (
         "import resource, sys, torch; torch.set_num_threads(1)\n"
-        "from holdfast.datasets import image_folder; from holdfast.inputs import batches\n"
+        "from keepcover.data import image_folder; from keepcover.engine.inputs import batches\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "marks = [(peak(), len(one))[0] for one in batches(image_folder(sys.argv[1]).loader(batch_size=16, workers=0))]\n"
         "print(len(marks), marks[3], marks[-1])"
@@ -291,7 +294,7 @@ def encoded(kind: str) -> bytes:
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n", "cannot be decoded"),
     ],
     ids=["empty", "text", "truncated", "head", "garbage", "large", "bomb-warned", "bomb", "format", "postscript"],
-)  # fmt: skip
+)
 def test_files_that_are_no_images_are_named(content: bytes, match: str, tmp_path: Path) -> None:
     make(tmp_path, {"a": 1, "b": 1}, side=40)
     (tmp_path / "b" / "bad.png").write_bytes(content)

@@ -11,26 +11,75 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
-from holdfast import plots, report
-from holdfast.__main__ import main
-from holdfast.datasets import digits, image_folder
-from holdfast.errors import InputError
+import keepcover
+from keepcover.__main__ import main
+from keepcover.data import digits, image_folder
+from keepcover.errors import InputError
+from keepcover.pages import plots, report
 
-ROOT = Path(__file__).resolve().parents[1] / "src" / "holdfast"
+ROOT = Path(__file__).resolve().parents[1] / "src" / "keepcover"
 
 # A module imports only from modules before it. Packages stand for all of their files, which may import each other.
 ORDER = (
-    "errors", "bounds", "conformal", "draws", "scores", "transforms", "noise_kernel", "noise_cpu", "noise", "progress", "arrivals", "inputs", "metrics", "tuning",
-    "methods", "early_exit", "sets", "smoothing", "predictor", "plain", "artifact", "calibration", "attacks", "audit", "models", "datasets",
-    "logits_file", "store", "engines", "training", "adapters", "specs", "set_rows", "plots", "report", "predictor_page", "experiments",
-    "serve", "explore", "cli",
-)  # fmt: skip
+    "errors",
+    "bounds",
+    "conformal",
+    "draws",
+    "scores",
+    "transforms",
+    "noise_kernel",
+    "noise_cpu",
+    "noise",
+    "progress",
+    "arrivals",
+    "inputs",
+    "metrics",
+    "tuning",
+    "methods",
+    "early_exit",
+    "sets",
+    "smoothing",
+    "predictor",
+    "plain",
+    "artifact",
+    "calibration",
+    "attacks",
+    "audit",
+    "models",
+    "datasets",
+    "logits_file",
+    "store",
+    "engines",
+    "training",
+    "adapters",
+    "specs",
+    "set_rows",
+    "plots",
+    "report",
+    "predictor_page",
+    "experiments",
+    "serve",
+    "explore",
+    "cli",
+)
 EXCEPTIONS = {("predictor", "artifact")}  # Predictor.save, inside the function
 HEAVY = (
-    "sklearn", "PIL", "matplotlib", "typer", "rich", "jinja2", "pandas", "torchvision", "scipy.stats", "scipy.optimize",
-    "onnx", "onnxruntime", "triton", "ray", "transformers",
-)  # fmt: skip
+    "sklearn",
+    "PIL",
+    "matplotlib",
+    "typer",
+    "rich",
+    "jinja2",
+    "pandas",
+    "torchvision",
+    "scipy.stats",
+    "scipy.optimize",
+    "onnx",
+    "onnxruntime",
+    "triton",
+    "ray",
+    "transformers",
+)
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -41,7 +90,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def room(path: Path) -> str:
-    """The module or package directly under holdfast that a file belongs to."""
+    """The module or package directly under keepcover that a file belongs to."""
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
@@ -83,7 +132,7 @@ def test_modules_import_only_from_modules_before_them(path: Path) -> None:
 def test_the_exception_is_inside_a_function() -> None:
     tree = ast.parse((ROOT / "predictor.py").read_text(encoding="utf-8"))
     top = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    assert "holdfast.artifact" not in {node.module for node in top}
+    assert "keepcover.prediction.artifact" not in {node.module for node in top}
     assert "artifact" in imported(ROOT / "predictor.py")
 
 
@@ -91,12 +140,12 @@ def test_the_walk_sees_what_it_must(tmp_path: Path) -> None:
     """Imports in functions, of names, under aliases and of the package itself are all found."""
     source = tmp_path / "module.py"
     source.write_text(
-        "import holdfast.cli\n"
-        "from holdfast import plots as p\n"
-        "def f():\n    from holdfast.methods.exact import Exact\n    import numpy\n"
+        "import keepcover.cli\n"
+        "from keepcover import plots as p\n"
+        "def f():\n    from keepcover.methods.exact import Exact\n    import numpy\n"
     )
     assert imported(source) == {"cli", "plots", "methods"}
-    source.write_text("def f():\n    import holdfast\n    return holdfast.__version__\n")
+    source.write_text("def f():\n    import keepcover\n    return keepcover.__version__\n")
     assert {"calibration", "artifact"} <= imported(source)
 
 
@@ -104,9 +153,9 @@ def test_the_walk_sees_what_it_must(tmp_path: Path) -> None:
 
 
 def test_importing_is_cheap_beside_torch_and_needs_nothing_heavy() -> None:
-    """Three fresh processes: nothing on the list, and the least time holdfast adds is less than half of torch's least."""
+    """Three fresh processes: nothing on the list, and the least time keepcover adds is less than half of torch's least."""
     code = (
-        "import time, json, sys; a = time.perf_counter(); import torch; b = time.perf_counter(); import holdfast; "
+        "import time, json, sys; a = time.perf_counter(); import torch; b = time.perf_counter(); import keepcover; "
         f"c = time.perf_counter(); print(json.dumps([b - a, c - b, [n for n in {HEAVY!r} if n in sys.modules]]))"
     )
     results = [json.loads(run(code).stdout) for _ in range(3)]
@@ -115,9 +164,9 @@ def test_importing_is_cheap_beside_torch_and_needs_nothing_heavy() -> None:
 
 
 def test_every_public_name_is_there_and_documented() -> None:
-    assert sorted(holdfast.__all__) == sorted(set(holdfast.__all__))
-    for name in holdfast.__all__:
-        value = getattr(holdfast, name)
+    assert sorted(keepcover.__all__) == sorted(set(keepcover.__all__))
+    for name in keepcover.__all__:
+        value = getattr(keepcover, name)
         assert getattr(value, "__doc__", None), name
     assert (ROOT / "py.typed").is_file()
 
@@ -125,19 +174,19 @@ def test_every_public_name_is_there_and_documented() -> None:
 # -- without extras ----------------------------------------------------------------------------------------------------
 
 
-HINT = "error: the command line needs typer and rich: pip install 'holdfast[cli]'\n"
+HINT = "error: the command line needs typer and rich: pip install 'keepcover[cli]'\n"
 
 
 def test_the_command_line_says_what_it_needs() -> None:
     found = run(
-        "import sys, runpy; sys.modules['typer'] = None; sys.argv = ['holdfast', 'plan']; "
-        "runpy.run_module('holdfast', run_name='__main__')"
+        "import sys, runpy; sys.modules['typer'] = None; sys.argv = ['keepcover', 'plan']; "
+        "runpy.run_module('keepcover', run_name='__main__')"
     )
     assert (found.returncode, found.stderr, found.stdout) == (2, HINT, "")
 
 
 def test_rich_is_needed_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in [name for name in sys.modules if name.startswith(("rich", "holdfast.cli"))]:
+    for name in [name for name in sys.modules if name.startswith(("rich", "keepcover.cli"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)
     assert main() == 2
@@ -145,10 +194,10 @@ def test_rich_is_needed_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_a_broken_import_of_our_own_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("holdfast.cli")]:
+    for name in [name for name in sys.modules if name.startswith("keepcover.cli")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "holdfast.methods", None)
-    with pytest.raises(ModuleNotFoundError, match=r"holdfast\.methods"):
+    monkeypatch.setitem(sys.modules, "keepcover.methods", None)
+    with pytest.raises(ModuleNotFoundError, match=r"keepcover\.methods"):
         main()
 
 
@@ -165,5 +214,5 @@ def test_missing_extras_are_named(
     missing: str, use: Callable[[], object], extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(InputError, match=rf"pip install 'holdfast\[{extra}\]'"):
+    with pytest.raises(InputError, match=rf"pip install 'keepcover\[{extra}\]'"):
         use()

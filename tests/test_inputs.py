@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, TensorDataset
 
-from holdfast.errors import HoldfastWarning, InputError
-from holdfast.inputs import Batch, InputRange, batches, check_images, extremes, in_memory, length, take, watched
+from keepcover.engine.inputs import Batch, InputRange, batches, check_images, extremes, in_memory, length, take, watched
+from keepcover.errors import InputError, KeepcoverWarning
 
 N = 11
 IMAGES = torch.rand(N, 1, 3, 2, generator=torch.Generator().manual_seed(0))
@@ -222,7 +222,7 @@ def test_batches_of_three_things_are_refused() -> None:
     ],
 )
 def test_pixels_in_other_units_are_warned_about_once(images: Tensor, match: str) -> None:
-    with pytest.warns(HoldfastWarning, match=match) as caught:
+    with pytest.warns(KeepcoverWarning, match=match) as caught:
         read = everything(images, size=3)
     assert len(caught) == 1
     assert torch.equal(read.images, images)
@@ -304,9 +304,14 @@ def test_whoever_looks_sees_every_image_first(kind: str) -> None:
     images, labels = torch.rand(9, 1, 2, 2), torch.arange(9)
     dataset = TensorDataset(images, labels)
     data: dict[str, Any] = {
-        "tensor": images, "array": images.numpy(), "pair": (images, labels), "list": [images[:4], images[4:]],
-        "dataset": dataset, "loader": DataLoader(dataset, batch_size=4), "generator": (part for part in images.split(4)),
-    }  # fmt: skip
+        "tensor": images,
+        "array": images.numpy(),
+        "pair": (images, labels),
+        "list": [images[:4], images[4:]],
+        "dataset": dataset,
+        "loader": DataLoader(dataset, batch_size=4),
+        "generator": (part for part in images.split(4)),
+    }
     seen: list[Tensor] = []
     shown = watched(data[kind], lambda batch: seen.append(torch.as_tensor(batch)))
     if kind not in ("generator",):

@@ -17,11 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from holdfast.bounds import bernstein, clopper_pearson, gaussian_shift, hoeffding, hull_level, majorant_gap
-from holdfast.conformal import conformal_quantile
-from holdfast.draws import Draws
-from holdfast.errors import InputError
-from holdfast.methods import (
+from keepcover.bounds.bounds import bernstein, clopper_pearson, gaussian_shift, hoeffding, hull_level, majorant_gap
+from keepcover.errors import InputError
+from keepcover.guarantee import conformal_quantile
+from keepcover.methods import (
     CAS,
     METHODS,
     RCP1,
@@ -36,10 +35,11 @@ from holdfast.methods import (
     SmoothedCP,
     get_method,
 )
-from holdfast.methods.exact import candidates
-from holdfast.scores import aps, hps, raps
-from holdfast.transforms import PTT
-from holdfast.tuning import Holdout
+from keepcover.methods.exact import candidates
+from keepcover.methods.holdout import Holdout
+from keepcover.scores.draws import Draws
+from keepcover.scores.scores import aps, hps, raps
+from keepcover.scores.transforms import PTT
 
 patient = settings(deadline=None, derandomize=True)
 BASE = Setting(alpha=0.1, epsilon=0.125, sigma=0.25, draws=8, n=60, classes=3)
@@ -121,8 +121,14 @@ def test_golden_thresholds_and_sets(score: str, golden: dict[str, Any]) -> None:
 def test_the_registry_knows_every_method_by_its_name() -> None:
     assert {name: get_method(name).name for name in METHODS} == {name: name for name in METHODS}
     assert {name for name, method in METHODS.items() if method.certified} == {
-        "rscp_plus_hoeffding", "rscp_plus_bernstein", "exact", "exact_asymmetric", "rcp1", "bincp", "cas",
-    }  # fmt: skip
+        "rscp_plus_hoeffding",
+        "rscp_plus_bernstein",
+        "exact",
+        "exact_asymmetric",
+        "rcp1",
+        "bincp",
+        "cas",
+    }
     with pytest.raises(InputError, match=r"among cp, cp_smoothed, .*, got 'magic'"):
         get_method("magic")
 

@@ -8,14 +8,11 @@ import pytest
 import torch
 from scipy import stats
 
-from holdfast.errors import InputError
-from holdfast.metrics import Proportion, Spread, check_labels, evaluate
+from keepcover.errors import InputError
+from keepcover.tasks.metrics import Proportion, Spread, check_labels, evaluate
 
 # Sizes 1, 2, 0, 3, 1 and 1; the true label is in rows 0, 1 and 3.
-MASK = torch.tensor(
-    [[1, 0, 0], [0, 1, 1], [0, 0, 0], [1, 1, 1], [0, 0, 1], [0, 1, 0]],
-    dtype=torch.bool,
-)
+MASK = torch.tensor([[1, 0, 0], [0, 1, 1], [0, 0, 0], [1, 1, 1], [0, 0, 1], [0, 1, 0]], dtype=torch.bool)
 LABELS = torch.tensor([0, 2, 2, 2, 0, 0])
 
 

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from holdfast.errors import InputError
-from holdfast.models import CifarResNet, Normalize, ResNet50, SmallCNN, load_weights
-from holdfast.models.cifar_resnet import MEAN, STD
+from keepcover.errors import InputError
+from keepcover.models import CifarResNet, Normalize, ResNet50, SmallCNN, load_weights
+from keepcover.models.cifar_resnet import MEAN, STD
 
 
 def small(classes: int = 3, seed: int = 0) -> CifarResNet:

@@ -15,10 +15,10 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from holdfast.bounds import bernstein, gaussian_shift, hoeffding, majorant, majorant_gap
-from holdfast.conformal import conformal_quantile
-from holdfast.draws import Draws
-from holdfast.methods import METHODS, Exact, RSCPPlusBernstein, RSCPPlusHoeffding, Setting, SplitCP
+from keepcover.bounds.bounds import bernstein, gaussian_shift, hoeffding, majorant, majorant_gap
+from keepcover.guarantee import conformal_quantile
+from keepcover.methods import METHODS, Exact, RSCPPlusBernstein, RSCPPlusHoeffding, Setting, SplitCP
+from keepcover.scores.draws import Draws
 
 from .test_bounds import bimodal_weights, crossing, curve
 from .test_guarantees import (

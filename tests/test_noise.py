@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from holdfast.errors import InputError
-from holdfast.noise import ROLES, Stream, fresh_seed, philox
+from keepcover.errors import InputError
+from keepcover.noise.stream import ROLES, Stream, fresh_seed, philox
 
 patient = settings(deadline=None, derandomize=True)
 

@@ -15,20 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from holdfast import audit, calibrate, fingerprint, load
-from holdfast.adapters import OnnxClassifier
-from holdfast.adapters.onnx_files import external_files
-from holdfast.attacks import transfer
-from holdfast.errors import InputError
-from holdfast.models import SmallCNN
-from holdfast.scores import APS, HPS
-from holdfast.specs import load_model
-from holdfast.training import fit_under_noise
+from keepcover import calibrate, fingerprint, load
+from keepcover.adapters import OnnxClassifier
+from keepcover.adapters.onnx_files import external_files
+from keepcover.attacks import audit
+from keepcover.attacks.attacks import transfer
+from keepcover.errors import InputError
+from keepcover.models import SmallCNN
+from keepcover.scores.scores import APS, HPS
+from keepcover.specs import load_model
+from keepcover.training import fit_under_noise
 
 from .test_smoothing import SHAPE, nearest, toy
 
-onnx = pytest.importorskip("onnx", reason="ONNX models are built with onnx: pip install 'holdfast[test]'")
-pytest.importorskip("onnxruntime", reason="ONNX models run in onnxruntime: pip install 'holdfast[onnx]'")
+onnx = pytest.importorskip("onnx", reason="ONNX models are built with onnx: pip install 'keepcover[test]'")
+pytest.importorskip("onnxruntime", reason="ONNX models run in onnxruntime: pip install 'keepcover[onnx]'")
 helper, numpy_helper, TensorProto = onnx.helper, onnx.numpy_helper, onnx.TensorProto
 
 CAL, TEST = toy(300, seed=1), toy(200, seed=3)
@@ -82,7 +83,7 @@ def cnn() -> nn.Module:
 @pytest.fixture(scope="module")
 def exported(cnn: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small CNN as torch exports it today: weights in a second file, a free batch size."""
-    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript: pip install 'holdfast[test]'")
+    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript: pip install 'keepcover[test]'")
     path = tmp_path_factory.mktemp("onnx") / "cnn.onnx"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -227,9 +228,10 @@ def test_signatures_that_are_no_classifier_are_refused(
 def test_one_of_several_outputs_can_be_named(tmp_path: Path) -> None:
     """As converted scikit-learn classifiers have them: labels that are integers beside probabilities."""
     nodes = [
-        helper.make_node("ArgMax", ["x"], ["label"], axis=1, keepdims=0), helper.make_node("Softmax", ["x"], ["p"]),
+        helper.make_node("ArgMax", ["x"], ["label"], axis=1, keepdims=0),
+        helper.make_node("Softmax", ["x"], ["p"]),
         helper.make_node("Identity", ["x"], ["raw"]),
-    ]  # fmt: skip
+    ]
     label, p, raw = info("label", TensorProto.INT64, ["n"]), info("p"), info("raw")
     images = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
     only = OnnxClassifier(identity(tmp_path / "one.onnx", [info("x")], [label, p], nodes[:2]), output="probabilities")
@@ -292,7 +294,7 @@ def test_only_devices_that_there_are(tmp_path: Path) -> None:
 def test_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = linear(tmp_path / "m.onnx")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(InputError, match=r"pip install 'holdfast\[onnx\]'"):
+    with pytest.raises(InputError, match=r"pip install 'keepcover\[onnx\]'"):
         OnnxClassifier(path)
 
 
@@ -325,8 +327,15 @@ def test_external_data_are_found_wherever_a_tensor_can_be() -> None:
     model.functions.append(helper.make_function("d", "f", [], ["y"], [function], []))
     model.training_info.add().algorithm.initializer.append(tensor("t", "training"))
     expected = {
-        "attribute", "attributes", "function", "sparse indices", "sparse values", "subgraph", "training", "weights"
-    }  # fmt: skip
+        "attribute",
+        "attributes",
+        "function",
+        "sparse indices",
+        "sparse values",
+        "subgraph",
+        "training",
+        "weights",
+    }
     assert external_files(model.SerializeToString()) == sorted(expected)
 
 
@@ -343,8 +352,10 @@ def test_any_bytes_are_read_or_refused(content: bytes) -> None:
 def test_external_data_must_be_there_and_beside(tmp_path: Path) -> None:
     folder = tmp_path / "models"
     folder.mkdir()
-    for location, match in (("weights.bin", "keeps weights in 'weights.bin', which is not beside it"),
-                            ("../secret", "reads '../secret', outside its own folder")):  # fmt: skip
+    for location, match in (
+        ("weights.bin", "keeps weights in 'weights.bin', which is not beside it"),
+        ("../secret", "reads '../secret', outside its own folder"),
+    ):
         (tmp_path / "secret").write_bytes(b"\x00" * 16)
         nodes = [helper.make_node("Add", ["x", "w"], ["o"])]
         graph = helper.make_graph(nodes, "g", [info("x")], [info("o")], [tensor("w", location)])

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.special import ndtr
 
-from holdfast.errors import InputError
-from holdfast.experiments.closed_form import HIGH, HPS, LOW, S_B, S_B_PTT
-from holdfast.experiments.piecewise import SIGMAS, Score, Smoothed
+from keepcover.errors import InputError
+from keepcover.paper.closed_form import HIGH, HPS, LOW, S_B, S_B_PTT
+from keepcover.paper.piecewise import SIGMAS, Score, Smoothed
 
 patient = settings(deadline=None, derandomize=True)
 

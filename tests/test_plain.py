@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-import holdfast
-from holdfast.conformal import conformal_rank, exact_level
-from holdfast.errors import InputError
-from holdfast.methods import METHODS
-from holdfast.plain import _level
-from holdfast.scores import APS, HPS, RAPS, CustomScore, as_logits, hps, log_odds
+import keepcover
+from keepcover.errors import InputError
+from keepcover.guarantee import conformal_rank, exact_level
+from keepcover.methods import METHODS
+from keepcover.prediction.plain import _level
+from keepcover.scores.scores import APS, HPS, RAPS, CustomScore, as_logits, hps, log_odds
 
 patient = settings(deadline=None, derandomize=True)
 
@@ -57,7 +57,7 @@ def test_a_label_is_in_iff_its_score_is_at_most_the_conformal_quantile(
 ) -> None:
     """In eighths every step is exact, and a tie with the threshold is in."""
     known, labels, new, alpha = case
-    sets = holdfast.split_conformal(
+    sets = keepcover.split_conformal(
         (torch.tensor(known) / 8, torch.tensor(labels)), torch.tensor(new) / 8, alpha=float(alpha)
     )
     own = sorted(8 - row[label] for row, label in zip(known, labels))
@@ -79,7 +79,7 @@ def test_covered_counts_are_beta_binomial(n: int, alpha: float, score: str | Non
     values, labels = (log_odds(values.log()) if score is None else values).view(-1, n + m, 3), labels.view(-1, n + m)
     counts = [
         int(
-            holdfast.split_conformal((rows[:n], truth[:n]), rows[n:], alpha=alpha, score=score, seed=i)
+            keepcover.split_conformal((rows[:n], truth[:n]), rows[n:], alpha=alpha, score=score, seed=i)
             .mask.gather(1, truth[n:, None])
             .sum()
         )
@@ -94,7 +94,7 @@ def test_covered_counts_are_beta_binomial(n: int, alpha: float, score: str | Non
 
 
 def test_what_is_promised_is_said() -> None:
-    sets = holdfast.split_conformal((CAL, LABELS), TEST, alpha=0.2, class_names=list("abcde"))
+    sets = keepcover.split_conformal((CAL, LABELS), TEST, alpha=0.2, class_names=list("abcde"))
     promise = sets.guarantee
     assert (promise.method, promise.certified, promise.alpha, promise.n) == ("cp", False, 0.2, 99)
     assert (promise.epsilon, promise.sigma, promise.draws, promise.score) == (0.0, 0.0, 1, "hps")
@@ -102,14 +102,14 @@ def test_what_is_promised_is_said() -> None:
     assert json.loads(json.dumps(promise.to_dict()))["alpha"] == 0.2
     assert set(sets.labels()[0]) <= set("abcde")
     assert sets.evaluate(TRUTH).coverage.count == 60
-    assert holdfast.split_conformal((CAL, LABELS), TEST, score=None).guarantee.score == "given"
+    assert keepcover.split_conformal((CAL, LABELS), TEST, score=None).guarantee.score == "given"
 
 
 # -- the same sets on other ways ---------------------------------------------------------------------------------------
 
 
 def through_a_predictor(score: Any, alpha: float, seed: int) -> Tensor:
-    predictor = holdfast.calibrate(
+    predictor = keepcover.calibrate(
         as_logits, (CAL, LABELS), epsilon=0.0, sigma=0.0, alpha=alpha, method="cp", score=score, draws=1, seed=seed
     )
     return predictor.predict(TEST, seed=seed).mask
@@ -122,23 +122,23 @@ def through_a_predictor(score: Any, alpha: float, seed: int) -> Tensor:
 )
 def test_they_are_the_sets_of_calibrate_and_predict(score: Any, alpha: float) -> None:
     """To the last label: randomised scores use the same numbers, and no two of these scores are within rounding."""
-    sets = holdfast.split_conformal((CAL, LABELS), TEST, alpha=alpha, score=score, seed=7)
+    sets = keepcover.split_conformal((CAL, LABELS), TEST, alpha=alpha, score=score, seed=7)
     assert torch.equal(sets.mask, through_a_predictor(score, alpha, 7))
-    assert sets.guarantee.score == holdfast.scores.get_score(score).name
+    assert sets.guarantee.score == keepcover.scores.scores.get_score(score).name
     assert 0 < sets.mask.double().mean() < 1
 
 
 def test_randomised_scores_draw_fresh_numbers() -> None:
-    sets = [holdfast.split_conformal((CAL, LABELS), TEST, score="aps").mask for _ in range(2)]
+    sets = [keepcover.split_conformal((CAL, LABELS), TEST, score="aps").mask for _ in range(2)]
     assert not torch.equal(*sets)
-    sets = [holdfast.split_conformal((CAL, LABELS), TEST, score="hps").mask for _ in range(2)]
+    sets = [keepcover.split_conformal((CAL, LABELS), TEST, score="hps").mask for _ in range(2)]
     assert torch.equal(*sets)
 
 
 @pytest.mark.parametrize("increasing", [torch.exp, lambda x: x**3, lambda x: 2 * x - 5])
 def test_only_the_order_of_scores_counts(increasing: Any) -> None:
-    plain = holdfast.split_conformal((CAL, LABELS), TEST)
-    scores = holdfast.split_conformal((increasing(-CAL.double()), LABELS), increasing(-TEST.double()), score=None)
+    plain = keepcover.split_conformal((CAL, LABELS), TEST)
+    scores = keepcover.split_conformal((increasing(-CAL.double()), LABELS), increasing(-TEST.double()), score=None)
     assert torch.equal(plain.mask, scores.mask)
 
 
@@ -148,11 +148,11 @@ def test_certain_and_impossible_labels_have_a_rank() -> None:
     labels = torch.arange(40) % 4
     new = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.4, 0.3, 0.2, 0.1]])
     for score in ("hps", "aps", "raps"):
-        mask = holdfast.split_conformal((sure, labels), new, score=score, seed=0).mask
+        mask = keepcover.split_conformal((sure, labels), new, score=score, seed=0).mask
         assert mask[0].tolist() == [True, False, False, False] or score != "hps"
     odds, infinite = log_odds(sure.log()), log_odds(new.log())
     assert infinite[0].tolist() == [-math.inf, math.inf, math.inf, math.inf]
-    mask = holdfast.split_conformal((odds, labels), infinite, score=None).mask
+    mask = keepcover.split_conformal((odds, labels), infinite, score=None).mask
     assert mask.tolist() == [[True, False, False, False], [False] * 4]
 
 
@@ -160,7 +160,7 @@ def test_tiny_probabilities_are_told_apart() -> None:
     """1 - p is 1 for all of these in float32."""
     known = torch.tensor([[1.0, 1e-10 * (1 + i)] for i in range(19)])
     new = torch.tensor([[1.0, 1.5e-10], [1.0, 2.5e-10]])
-    assert holdfast.split_conformal((known, torch.ones(19).long()), new).mask.tolist() == [[True, False], [True, True]]
+    assert keepcover.split_conformal((known, torch.ones(19).long()), new).mask.tolist() == [[True, False], [True, True]]
 
 
 def test_a_subclass_of_hps_is_asked_itself() -> None:
@@ -168,34 +168,34 @@ def test_a_subclass_of_hps_is_asked_itself() -> None:
         def order(self, logits: Tensor, u: Any = 0.0) -> Tensor:
             return -hps(logits)
 
-    sets = holdfast.split_conformal((CAL, LABELS), TEST, score=Reversed())
-    negative = holdfast.split_conformal((-hps(CAL.log()), LABELS), -hps(TEST.log()), score=None)
+    sets = keepcover.split_conformal((CAL, LABELS), TEST, score=Reversed())
+    negative = keepcover.split_conformal((-hps(CAL.log()), LABELS), -hps(TEST.log()), score=None)
     assert torch.equal(sets.mask, negative.mask)
     assert torch.equal(sets.mask, through_a_predictor(Reversed(), 0.1, 0))
 
 
 @pytest.mark.parametrize("score", ["hps", "aps", None])
 def test_numbers_are_looked_at_in_pieces(score: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = holdfast.split_conformal((CAL, LABELS), TEST, score=score, seed=1).mask
-    monkeypatch.setattr("holdfast.draws.PIECE", 17)
-    assert torch.equal(whole, holdfast.split_conformal((CAL, LABELS), TEST, score=score, seed=1).mask)
+    whole = keepcover.split_conformal((CAL, LABELS), TEST, score=score, seed=1).mask
+    monkeypatch.setattr("keepcover.scores.draws.PIECE", 17)
+    assert torch.equal(whole, keepcover.split_conformal((CAL, LABELS), TEST, score=score, seed=1).mask)
 
 
 @pytest.mark.parametrize(
     "of", [Tensor.numpy, Tensor.tolist, lambda x: x.double().numpy() if x.is_floating_point() else x.int().numpy()]
 )
 def test_arrays_and_lists_do_as_well(of: Any) -> None:
-    expected = holdfast.split_conformal((CAL, LABELS), TEST).mask
-    assert torch.equal(expected, holdfast.split_conformal((of(CAL), of(LABELS)), of(TEST)).mask)
-    assert torch.equal(expected, holdfast.split_conformal([of(CAL), of(LABELS)], of(TEST)).mask)
+    expected = keepcover.split_conformal((CAL, LABELS), TEST).mask
+    assert torch.equal(expected, keepcover.split_conformal((of(CAL), of(LABELS)), of(TEST)).mask)
+    assert torch.equal(expected, keepcover.split_conformal([of(CAL), of(LABELS)], of(TEST)).mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("score", ["hps", "aps"])
 def test_half_precision_is_enough(dtype: torch.dtype, score: str) -> None:
     """Rounded scores are scores: the sets are those of the rounded numbers."""
-    sets = holdfast.split_conformal((CAL.to(dtype), LABELS), TEST.to(dtype), score=score, seed=0)
-    wide = holdfast.split_conformal((CAL.to(dtype).float(), LABELS), TEST.to(dtype).float(), score=score, seed=0)
+    sets = keepcover.split_conformal((CAL.to(dtype), LABELS), TEST.to(dtype), score=score, seed=0)
+    wide = keepcover.split_conformal((CAL.to(dtype).float(), LABELS), TEST.to(dtype).float(), score=score, seed=0)
     assert torch.equal(sets.mask, wide.mask)
 
 
@@ -237,7 +237,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "given-nan-test": ({"score": None, "test": broken(math.nan)}, "test scores contain NaN; a NaN has no rank"),
     "given-flat": ({"score": None, "known": CAL[:, 0]}, r"calibration scores \[n, classes\]"),
     "object": ({"test": {"a": 1}}, "test probabilities as a tensor or array, got dict"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -246,13 +246,13 @@ def test_bad_input_is_refused_in_one_line(case: str) -> None:
     asked = {"known": CAL, "labels": LABELS, "test": TEST, **change}
     calibration, test = (asked.pop("known"), asked.pop("labels")), asked.pop("test")
     with pytest.raises(InputError, match=match) as caught:
-        holdfast.split_conformal(calibration, test, **asked)
+        keepcover.split_conformal(calibration, test, **asked)
     assert "\n" not in str(caught.value)
 
 
 def test_calibration_points_come_as_a_pair() -> None:
     with pytest.raises(InputError, match=r"as \(probabilities, labels\)"):
-        holdfast.split_conformal((CAL, LABELS, LABELS), TEST)
+        keepcover.split_conformal((CAL, LABELS, LABELS), TEST)
 
 
 def test_alpha_is_one_number_as_it_was_typed() -> None:
@@ -264,6 +264,6 @@ def test_alpha_is_one_number_as_it_was_typed() -> None:
 
 def test_it_is_the_method_cp() -> None:
     """Nothing else in the registry says what this promises."""
-    sets = holdfast.split_conformal((CAL, LABELS), TEST)
+    sets = keepcover.split_conformal((CAL, LABELS), TEST)
     assert sets.guarantee.method in METHODS
     assert not METHODS[sets.guarantee.method].certified

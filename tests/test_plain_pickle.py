@@ -18,9 +18,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.datasets import plain_pickle
-from holdfast.datasets.plain_pickle import loads
-from holdfast.errors import InputError
+from keepcover.data import plain_pickle
+from keepcover.data.plain_pickle import loads
+from keepcover.errors import InputError
 
 # -- what Python 2 wrote -----------------------------------------------------------------------------------------------
 
@@ -279,8 +279,14 @@ def attacks(target: Path) -> dict[str, tuple[bytes, str]]:
         "os.system": (b"cos\nsystem\nU" + bytes([len(path) + 6]) + b"mkdir " + path + b"\x85R.", "global os.system"),
         "os.mkdir": (call + b".", "global os.mkdir"),
         "text protocol": (_reduce_of(b"os\nmkdir\n", path) + b".", "global os.mkdir"),
-        "builtins.eval": (b"cbuiltins\neval\nX" + struct.pack("<I", len(text)) + text + b"\x85R.", "global builtins.eval"),
-        "Python 2 eval": (b"c__builtin__\neval\nX" + struct.pack("<I", len(text)) + text + b"\x85R.", "global __builtin__.eval"),
+        "builtins.eval": (
+            b"cbuiltins\neval\nX" + struct.pack("<I", len(text)) + text + b"\x85R.",
+            "global builtins.eval",
+        ),
+        "Python 2 eval": (
+            b"c__builtin__\neval\nX" + struct.pack("<I", len(text)) + text + b"\x85R.",
+            "global __builtin__.eval",
+        ),
         "in a list": (b"]q\x01(K\x01]" + call + b"ae.", "global os.mkdir"),
         "in a dict": (b"}U\x01a" + call + b"s.", "global os.mkdir"),
         "as a key": (b"}" + call + b"U\x01as.", "global os.mkdir"),
@@ -291,8 +297,11 @@ def attacks(target: Path) -> dict[str, tuple[bytes, str]]:
         "OBJ": (b"(cos\nmkdir\n" + string + b"o.", "global os.mkdir"),
         "STACK_GLOBAL": (b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93" + short + b"\x85R.", "opcode STACK_GLOBAL"),
         "getattr": (b"cbuiltins\ngetattr\ncos\npath\nU\x02os\x86R.", "global builtins.getattr"),
-        "copyreg": (b"ccopyreg\n_reconstructor\ncbuiltins\nobject\ncbuiltins\nobject\nN\x87R.", "global copyreg._reconstructor"),
-    }  # fmt: skip
+        "copyreg": (
+            b"ccopyreg\n_reconstructor\ncbuiltins\nobject\ncbuiltins\nobject\nN\x87R.",
+            "global copyreg._reconstructor",
+        ),
+    }
     for protocol in range(6):
         expected = "global (builtins|__builtin__).eval" if protocol < 4 else "opcode STACK_GLOBAL"
         listed[f"__reduce__, protocol {protocol}"] = pickle.dumps([Reduced()], protocol), expected

@@ -19,27 +19,27 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import holdfast
-from holdfast.attacks import NoisyModel
-from holdfast.calibration import calibrate, conformalize
-from holdfast.conformal import Guarantee, conformal_rank, exact_level
-from holdfast.draws import Draws
-from holdfast.errors import HoldfastWarning, InputError
-from holdfast.methods import METHODS, Setting, get_method
-from holdfast.methods.exact import RCP1, CountRule, Exact, ExactAsymmetric
-from holdfast.noise import Stream
-from holdfast.predictor import Predictor
-from holdfast.scores import APS, HPS, RAPS, CustomScore, hps, log_odds
-from holdfast.sets import PredictionSets
-from holdfast.smoothing import Smoother
-from holdfast.transforms import PTT
-from holdfast.tuning import Holdout
+import keepcover
+from keepcover.attacks.attacks import NoisyModel
+from keepcover.engine.smoother import Smoother
+from keepcover.errors import InputError, KeepcoverWarning
+from keepcover.guarantee import Guarantee, conformal_rank, exact_level
+from keepcover.methods import METHODS, Setting, get_method
+from keepcover.methods.exact import RCP1, CountRule, Exact, ExactAsymmetric
+from keepcover.methods.holdout import Holdout
+from keepcover.noise.stream import Stream
+from keepcover.prediction.calibration import calibrate, conformalize
+from keepcover.prediction.predictor import Predictor
+from keepcover.scores.draws import Draws
+from keepcover.scores.scores import APS, HPS, RAPS, CustomScore, hps, log_odds
+from keepcover.scores.transforms import PTT
+from keepcover.tasks.sets import PredictionSets
 
 from .test_smoothing import SHAPE, Recorder, nearest, network, toy
 
 # Averaging methods need more draws than this to say anything; that they say nothing is warned about, and not at issue.
-trivial_is_fine = pytest.mark.filterwarnings("ignore:.*can only return the full label set:holdfast.HoldfastWarning")
-two_classes = pytest.mark.filterwarnings("ignore:the model is right on only:holdfast.HoldfastWarning")
+trivial_is_fine = pytest.mark.filterwarnings("ignore:.*can only return the full label set:keepcover.KeepcoverWarning")
+two_classes = pytest.mark.filterwarnings("ignore:the model is right on only:keepcover.KeepcoverWarning")
 
 ASK: dict[str, Any] = {"alpha": 0.1, "epsilon": 0.05, "sigma": 0.1, "draws": 8, "calibration_draws": 8, "seed": 1}
 CAL, HELD, TEST = toy(120, seed=1), toy(40, seed=2), toy(60, seed=3)
@@ -216,7 +216,7 @@ def undecided() -> Predictor:
     """Noise far larger than the signal: whether a label is in is nearly a coin with weight 0.9."""
     images, labels = toy(400, classes=3, seed=6)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HoldfastWarning)
+        warnings.simplefilter("ignore", KeepcoverWarning)
         return calibrate(nearest(3), (images, labels), method="rcp1", alpha=0.5, epsilon=0.01, sigma=5.0)
 
 
@@ -248,11 +248,18 @@ def test_holdout_calibration_test_and_attack_share_no_noise() -> None:
     recorder, zeros = Recorder(), torch.zeros(30, 5)
     labels = torch.arange(30) % 3
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HoldfastWarning)
+        warnings.simplefilter("ignore", KeepcoverWarning)
         predictor = calibrate(
-            recorder, (zeros, labels), holdout=(zeros[:15], labels[:15]), method="exact", draws=4, calibration_draws=4,
-            epsilon=0.1, sigma=1.0, seed=11,
-        )  # fmt: skip
+            recorder,
+            (zeros, labels),
+            holdout=(zeros[:15], labels[:15]),
+            method="exact",
+            draws=4,
+            calibration_draws=4,
+            epsilon=0.1,
+            sigma=1.0,
+            seed=11,
+        )
     predictor.predict(zeros, seed=11)
     attack = NoisyModel(recorder, 1.0, 4, Stream(11, "attack")).noise(torch.arange(30), (5,))
     assert attack is not None
@@ -341,11 +348,18 @@ def test_holdout_and_calibration_are_disjoint_and_exhaustive(asked: int | None, 
     """What is held out and what calibrates are all the points, each once: the ids of their noise say so."""
     recorder, zeros = Recorder(), torch.zeros(120, 5)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HoldfastWarning)
+        warnings.simplefilter("ignore", KeepcoverWarning)
         predictor = calibrate(
-            recorder, (zeros, torch.arange(120) % 3), holdout=asked, method="exact", draws=1, calibration_draws=1,
-            epsilon=0.1, sigma=1.0, seed=4,
-        )  # fmt: skip
+            recorder,
+            (zeros, torch.arange(120) % 3),
+            holdout=asked,
+            method="exact",
+            draws=1,
+            calibration_draws=1,
+            epsilon=0.1,
+            sigma=1.0,
+            seed=4,
+        )
     assert (predictor.holdout_size, predictor.guarantee.n) == (held, 120 - held)
     seen, ids = recorder.inputs, torch.arange(120)
     roles = {role: Stream(4, role).gaussian(ids, range(1), (5,))[:, 0] for role in ("holdout", "calibration")}
@@ -540,7 +554,7 @@ def test_scores_are_computed_in_pieces(
     ask = {**ASK, "method": name, "score": score, "epsilon": [0.01, 0.05], "holdout": HELD}
     whole = calibrate(model, CAL, **ask)
     sets = whole.predict_all(TEST[0], seed=3, nested=True)
-    monkeypatch.setattr("holdfast.draws.PIECE", 100)
+    monkeypatch.setattr("keepcover.scores.draws.PIECE", 100)
     few = calibrate(model, CAL, **ask)
     assert [one.threshold for one in few.levels.values()] == [one.threshold for one in whole.levels.values()]
     for level, own in few.predict_all(TEST[0], seed=3, nested=True).items():
@@ -549,7 +563,7 @@ def test_scores_are_computed_in_pieces(
 
 @pytest.mark.parametrize("classes", [3, 10, 1000])
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.filterwarnings("ignore:the model is right on only:holdfast.HoldfastWarning")
+@pytest.mark.filterwarnings("ignore:the model is right on only:keepcover.KeepcoverWarning")
 def test_calibration_points_below_the_threshold_are_covered(classes: int, ties: bool) -> None:
     """Without noise a calibration point scores the same when it is predicted, to the last bit: at every alpha the point
     whose score is the threshold is in.
@@ -593,7 +607,7 @@ def test_only_randomised_scores_and_rules_draw_numbers(model: nn.Module, monkeyp
 def test_numerics_reach_the_network() -> None:
     ask = {**ASK, "draws": 2, "calibration_draws": 2, "method": "exact", "holdout": HELD}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HoldfastWarning)  # an untrained network
+        warnings.simplefilter("ignore", KeepcoverWarning)  # an untrained network
         full, mixed = (calibrate(network(), CAL, autocast=dtype, **ask) for dtype in (None, torch.bfloat16))
     assert mixed.smoother.numerics["autocast"] == "bfloat16"
     assert mixed.levels[0.1, 0.05].threshold != full.levels[0.1, 0.05].threshold
@@ -612,7 +626,7 @@ def test_class_names_are_what_sets_read_as(model: nn.Module) -> None:
 
 
 def test_aliases_are_the_same_functions() -> None:
-    assert conformalize is calibrate is holdfast.conformalize is holdfast.calibrate
+    assert conformalize is calibrate is keepcover.conformalize is keepcover.calibrate
     assert Predictor.predict_set is Predictor.predict
 
 
@@ -631,10 +645,10 @@ def test_what_a_predictor_and_its_sets_say(exact: Predictor) -> None:
 
 def test_train_mode_is_warned_about_once(model: nn.Module) -> None:
     wavering = nn.Sequential(nearest(), nn.Dropout(0.2)).train()
-    with pytest.warns(HoldfastWarning, match="train mode") as caught:
+    with pytest.warns(KeepcoverWarning, match="train mode") as caught:
         predictor = calibrate(wavering, CAL, method="exact", holdout=HELD, **ASK)
     assert len(caught) == 1
-    with pytest.warns(HoldfastWarning, match="train mode") as caught:
+    with pytest.warns(KeepcoverWarning, match="train mode") as caught:
         sets = predictor.predict(TEST[0], seed=3)
     assert len(caught) == 1
     assert wavering[1].training
@@ -648,7 +662,7 @@ def test_train_mode_is_warned_about_once(model: nn.Module) -> None:
 
 def test_a_useless_model_is_warned_about(model: nn.Module) -> None:
     with pytest.warns(
-        HoldfastWarning, match=r"right on only .* of noisy draws at sigma 9.*fine-tune it under this noise"
+        KeepcoverWarning, match=r"right on only .* of noisy draws at sigma 9.*fine-tune it under this noise"
     ):
         calibrate(model, CAL, method="rcp1", **{**ASK, "sigma": 9.0})
 
@@ -665,7 +679,7 @@ def test_a_good_model_with_few_classes_is_not(classes: int) -> None:
 
 def test_full_sets_are_warned_about(model: nn.Module) -> None:
     with pytest.warns(
-        HoldfastWarning, match="rcp1 at alpha 0.1, epsilon 0.5 can only return the full label set.*larger sigma"
+        KeepcoverWarning, match="rcp1 at alpha 0.1, epsilon 0.5 can only return the full label set.*larger sigma"
     ):
         predictor = calibrate(model, CAL, method="rcp1", **{**ASK, "epsilon": 0.5})
     assert predictor.predict(TEST[0]).trivial.all()
@@ -694,9 +708,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no-labels": ({"data": CAL[0]}, "expected labelled data"),
     "flat-images": ({"data": (CAL[0].flatten()[:120], CAL[1])}, "add a batch dimension"),
     "no-data": ({"data": (CAL[0][:0], CAL[1][:0])}, "(?i)at least|calibration points cannot"),
-    "few-points": ({"data": (CAL[0][:8], CAL[1][:8]), "method": "cp"}, "8 calibration points cannot certify .* at least 9"),
+    "few-points": (
+        {"data": (CAL[0][:8], CAL[1][:8]), "method": "cp"},
+        "8 calibration points cannot certify .* at least 9",
+    ),
     "few-after-holdout": ({"data": (CAL[0][:9], CAL[1][:9]), "holdout": 3}, "6 calibration points cannot certify"),
-    "few-for-a-holdout": ({"data": (CAL[0][:9], CAL[1][:9]), "holdout": None}, "holdout of 1 to 8 of the 9 points, got 0"),
+    "few-for-a-holdout": (
+        {"data": (CAL[0][:9], CAL[1][:9]), "holdout": None},
+        "holdout of 1 to 8 of the 9 points, got 0",
+    ),
     "holdout-too-large": ({"holdout": 120}, "holdout of 1 to 119 of the 120 points, got 120"),
     "holdout-zero": ({"holdout": 0}, "holdout of 1 to 119"),
     "holdout-negative": ({"holdout": -5}, "holdout of 1 to 119"),
@@ -713,8 +733,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "epsilon-infinite": ({"epsilon": math.inf}, "finite epsilon"),
     "sigma-zero": ({"sigma": 0.0}, "sigma is 0; give sigma > 0 .* or choose the uncertified method cp"),
     "sigma-negative": ({"sigma": -1.0}, "finite sigma >= 0"),
-    "sigma-missing": ({"sigma": None}, "expected sigma, the standard deviation of the noise; epsilon to 2 epsilon works well"),
-    "beta": ({"method": "rscp_plus_hoeffding", "beta": 0.05}, "2 beta = 0.1 leaves nothing of alpha = 0.1: choose beta below 0.05"),
+    "sigma-missing": (
+        {"sigma": None},
+        "expected sigma, the standard deviation of the noise; epsilon to 2 epsilon works well",
+    ),
+    "beta": (
+        {"method": "rscp_plus_hoeffding", "beta": 0.05},
+        "2 beta = 0.1 leaves nothing of alpha = 0.1: choose beta below 0.05",
+    ),
     "beta-bernstein": ({"method": "rscp_plus_bernstein", "beta": 0.2}, "choose beta below"),
     "beta-negative": ({"method": "rscp_plus_bernstein", "beta": -0.1}, r"beta in \(0, 1\), got -0.1"),
     "method": ({"method": "magic"}, "method among cp, .*got 'magic'"),
@@ -728,7 +754,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "seed-negative": ({"seed": -1}, "non-negative integer, got -1"),
     "batch-size": ({"batch_size": 0}, "batch size of at least 1"),
     "bernstein-one-draw": ({"method": "rscp_plus_bernstein", "draws": 1, "calibration_draws": 1}, "at least 2 draws"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", list(BAD))

@@ -18,19 +18,19 @@ from safetensors.torch import save_file
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
-from holdfast import plots
-from holdfast.__main__ import main as holdfast_main
-from holdfast.artifact import load, read
-from holdfast.conformal import Guarantee
-from holdfast.datasets import digits
-from holdfast.errors import HoldfastWarning, InputError
-from holdfast.models import SmallCNN
-from holdfast.predictor_page import EXAMPLES, MOST_CLASSES, predictor_page
-from holdfast.set_rows import set_rows, write_rows
-from holdfast.sets import PredictionSets
-from holdfast.smoothing import fingerprint
-from holdfast.specs import load_inputs, load_model, part_rows
-from holdfast.training import fit_under_noise
+from keepcover.__main__ import main as keepcover_main
+from keepcover.data import digits
+from keepcover.engine.smoother import fingerprint
+from keepcover.errors import InputError, KeepcoverWarning
+from keepcover.guarantee import Guarantee
+from keepcover.models import SmallCNN
+from keepcover.pages import plots
+from keepcover.pages.predictor_page import EXAMPLES, MOST_CLASSES, predictor_page
+from keepcover.prediction.artifact import load, read
+from keepcover.specs import load_inputs, load_model, part_rows
+from keepcover.tasks.set_rows import set_rows, write_rows
+from keepcover.tasks.sets import PredictionSets
+from keepcover.training import fit_under_noise
 
 from .test_cli import as_json, refused, run
 from .test_report import offline, parsed
@@ -85,16 +85,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def onnx_file(place: Path) -> Path:
-    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript: pip install 'holdfast[test]'")
-    pytest.importorskip("onnxruntime", reason="ONNX models run in onnxruntime: pip install 'holdfast[onnx]'")
+    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript: pip install 'keepcover[test]'")
+    pytest.importorskip("onnxruntime", reason="ONNX models run in onnxruntime: pip install 'keepcover[onnx]'")
     model = load_model("small-cnn", place / "cnn.safetensors", 4)
     assert isinstance(model, nn.Module)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            model, (torch.rand(2, *SHAPE),), place / "cnn.onnx",
-            dynamic_shapes={"images": {0: torch.export.Dim.DYNAMIC}}, verbose=False,
-        )  # fmt: skip
+            model,
+            (torch.rand(2, *SHAPE),),
+            place / "cnn.onnx",
+            dynamic_shapes={"images": {0: torch.export.Dim.DYNAMIC}},
+            verbose=False,
+        )
     return place / "cnn.onnx"
 
 
@@ -102,9 +105,24 @@ def onnx_file(place: Path) -> Path:
 def saved(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     path = tmp_path / "p.safetensors"
     code, _, _ = run(
-        capsys, "calibrate", "--model", "own:make_nearest", "--data", place / "data.npz", *LEVEL, "--epsilon", "0.05",
-        "--alpha", "0.1", "--alpha", "0.2", "--class-names", "ant,bee,cow,dog", "--out", path,
-    )  # fmt: skip
+        capsys,
+        "calibrate",
+        "--model",
+        "own:make_nearest",
+        "--data",
+        place / "data.npz",
+        *LEVEL,
+        "--epsilon",
+        "0.05",
+        "--alpha",
+        "0.1",
+        "--alpha",
+        "0.2",
+        "--class-names",
+        "ant,bee,cow,dog",
+        "--out",
+        path,
+    )
     assert code == 0
     return path
 
@@ -143,8 +161,22 @@ def test_every_kind_of_model_from_calibration_to_audit(
     assert abs(rest["mean_size"] - level["estimated_size"]) < 0.5
     black_box = kind in ("estimator", "onnx")
     attack = ["--attack", "random"] if black_box else ["--attack", "softmax"]
-    arguments = ["audit", "--predictor", path, *model, "--data", place / "data.npz", "--part", "2/2", "--images", "50",
-                 "--steps", "3", "--attack-draws", "4"]  # fmt: skip
+    arguments = [
+        "audit",
+        "--predictor",
+        path,
+        *model,
+        "--data",
+        place / "data.npz",
+        "--part",
+        "2/2",
+        "--images",
+        "50",
+        "--steps",
+        "3",
+        "--attack-draws",
+        "4",
+    ]
     found = as_json(capsys, *arguments, *attack)
     assert [row["attack"] for row in found["rows"]] == ["none", attack[1]]
     assert found["violated"] == 0
@@ -202,17 +234,50 @@ def test_options_of_calibrate_reach_the_predictor(
 ) -> None:
     path = tmp_path / "p.safetensors"
     arguments = [
-        "calibrate", *OWN, "--data", place / "data.safetensors", "--sigma", "0.2", "--epsilon", "0.02", "--alpha", "0.2",
-        "--method", "rscp_plus_hoeffding", "--score", "aps", "--transform", "ptt", "--draws", "256", "--beta", "0.002",
-        "--holdout", "60", "--seed", "7", "--batch-size", "512", "--autocast", "bfloat16", "--channels-last", "--device", "cpu",
-        "--out", path,
-    ]  # fmt: skip
+        "calibrate",
+        *OWN,
+        "--data",
+        place / "data.safetensors",
+        "--sigma",
+        "0.2",
+        "--epsilon",
+        "0.02",
+        "--alpha",
+        "0.2",
+        "--method",
+        "rscp_plus_hoeffding",
+        "--score",
+        "aps",
+        "--transform",
+        "ptt",
+        "--draws",
+        "256",
+        "--beta",
+        "0.002",
+        "--holdout",
+        "60",
+        "--seed",
+        "7",
+        "--batch-size",
+        "512",
+        "--autocast",
+        "bfloat16",
+        "--channels-last",
+        "--device",
+        "cpu",
+        "--out",
+        path,
+    ]
     made = as_json(capsys, *arguments)
     manifest, _ = read(path)
     setting = manifest["levels"][0]["setting"]
     assert (setting["alpha"], setting["epsilon"], setting["sigma"], setting["draws"], setting["beta"]) == (
-        0.2, 0.02, 0.2, 256, 0.002
-    )  # fmt: skip
+        0.2,
+        0.02,
+        0.2,
+        256,
+        0.002,
+    )
     assert (manifest["levels"][0]["method"], manifest["levels"][0]["transform"]) == ("rscp_plus_hoeffding", "ptt")
     assert (manifest["score"]["name"], made["holdout_size"], setting["n"]) == ("aps", 60, 340)
     assert manifest["numerics"] == {"autocast": "bfloat16", "channels_last": True, "compile": False}
@@ -232,7 +297,7 @@ def test_calibrate_as_text_says_the_promise_the_size_and_what_next(
     assert str(predictor.guarantee) in out
     assert "of 4 labels, on 200 of these inputs" in out
     for command in ("predict", "report", "audit --predictor"):
-        assert f"holdfast {command} {path} --model small-cnn --weights {place / 'cnn.safetensors'} --data" in out
+        assert f"keepcover {command} {path} --model small-cnn --weights {place / 'cnn.safetensors'} --data" in out
     assert predictor.provenance["model"] == "small-cnn"
     assert predictor.provenance["data"] == "data"
 
@@ -243,9 +308,16 @@ def test_a_model_without_a_fingerprint_is_mentioned(
     module = make_nearest()
     monkeypatch.setattr(sys.modules[__name__], "make_vectors", lambda: lambda x: module(x))
     code, out, _ = run(
-        capsys, "calibrate", "--model", "own:make_vectors", "--data", place / "data.npz", *LEVEL, "--out",
+        capsys,
+        "calibrate",
+        "--model",
+        "own:make_vectors",
+        "--data",
+        place / "data.npz",
+        *LEVEL,
+        "--out",
         tmp_path / "p.safetensors",
-    )  # fmt: skip
+    )
     assert code == 0
     assert "no fingerprint" in out
     code, out, _ = run(capsys, "show", tmp_path / "p.safetensors")
@@ -342,8 +414,18 @@ def test_weights_of_another_number_of_classes_are_refused(
     """Data that lack the last class name fewer classes than the weights have; --classes says how many."""
     keep = DATA[1] < 3
     save_file({"images": DATA[0][keep], "labels": DATA[1][keep]}, tmp_path / "three.safetensors")
-    base = ["calibrate", "--model", "small-cnn", "--weights", place / "cnn.safetensors", "--data", tmp_path / "three.safetensors",
-            *LEVEL, "--out", tmp_path / "p.safetensors"]  # fmt: skip
+    base = [
+        "calibrate",
+        "--model",
+        "small-cnn",
+        "--weights",
+        place / "cnn.safetensors",
+        "--data",
+        tmp_path / "three.safetensors",
+        *LEVEL,
+        "--out",
+        tmp_path / "p.safetensors",
+    ]
     assert "is the number of classes right?" in refused(capsys, *base)
     assert as_json(capsys, *base, "--classes", "4")["classes"] == 4
     found = as_json(capsys, "predict", tmp_path / "p.safetensors", *base[1:5], "--data", tmp_path / "three.safetensors")
@@ -425,10 +507,14 @@ def read_rows(text: str, form: str) -> list[dict[str, Any]]:
     if form == "jsonl":
         return [json.loads(line) for line in text.splitlines()]
     return [
-        {"index": int(row["index"]), "labels": row["labels"].split(";") if row["labels"] else [], "size": int(row["size"]),
-         "trivial": row["trivial"] == "true"}
+        {
+            "index": int(row["index"]),
+            "labels": row["labels"].split(";") if row["labels"] else [],
+            "size": int(row["size"]),
+            "trivial": row["trivial"] == "true",
+        }
         for row in csv.DictReader(io.StringIO(text))
-    ]  # fmt: skip
+    ]
 
 
 def sets_of(mask: Tensor, names: tuple[str, ...] | None) -> PredictionSets:
@@ -500,9 +586,16 @@ def test_show_prints_the_promise_and_where_it_comes_from(saved: Path, capsys: py
     for assumption in predictor.guarantee.assumptions:
         assert assumption in out
     for text in (
-        "4: ant, bee, cow, dog", "[1, 4, 4] in [0, 1]", "360 points, holdout 40", fingerprint(nearest()), fingerprint(saved),
-        "own:make_nearest", "format 1", str(torch.__version__), "data",
-    ):  # fmt: skip
+        "4: ant, bee, cow, dog",
+        "[1, 4, 4] in [0, 1]",
+        "360 points, holdout 40",
+        fingerprint(nearest()),
+        fingerprint(saved),
+        "own:make_nearest",
+        "format 1",
+        str(torch.__version__),
+        "data",
+    ):
         assert str(text) in out
 
 
@@ -510,7 +603,7 @@ def test_show_as_json_is_the_manifest(saved: Path, capsys: pytest.CaptureFixture
     found = as_json(capsys, "show", saved)
     manifest, _ = read(saved)
     assert found == {"file": str(saved), "sha256": fingerprint(saved), **manifest}
-    assert set(found["provenance"]) == {"created", "holdfast", "torch", "model", "data"}
+    assert set(found["provenance"]) == {"created", "keepcover", "torch", "model", "data"}
 
 
 def test_show_refuses_what_was_altered(saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -528,11 +621,11 @@ def test_show_refuses_what_was_altered(saved: Path, capsys: pytest.CaptureFixtur
 def test_warnings_are_one_line_too(
     saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["holdfast", "show", str(saved), "--json"])
+    monkeypatch.setattr(sys, "argv", ["keepcover", "show", str(saved), "--json"])
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    assert holdfast_main() == 0
+    assert keepcover_main() == 0
     capsys.readouterr()
-    warnings.showwarning(HoldfastWarning("be careful"), HoldfastWarning, "some/file.py", 3)
+    warnings.showwarning(KeepcoverWarning("be careful"), KeepcoverWarning, "some/file.py", 3)
     assert capsys.readouterr().err == "warning: be careful\n"
 
 
@@ -544,11 +637,26 @@ def test_the_page_stands_alone_and_says_what_was_measured(
 ) -> None:
     target = tmp_path / "page.html"
     pictures = tmp_path / "figures"
-    found = as_json(capsys, "report", saved, *OWN, "--data", place / "labelled.npz", "--seed", "3", "--out", target,
-                    "--figures", pictures)  # fmt: skip
+    found = as_json(
+        capsys,
+        "report",
+        saved,
+        *OWN,
+        "--data",
+        place / "labelled.npz",
+        "--seed",
+        "3",
+        "--out",
+        target,
+        "--figures",
+        pictures,
+    )
     assert sorted({file.stem for file in pictures.iterdir()}) == [
-        "coverage-by-class", "coverage-by-epsilon", "set-sizes", "size-by-epsilon"
-    ]  # fmt: skip
+        "coverage-by-class",
+        "coverage-by-epsilon",
+        "set-sizes",
+        "size-by-epsilon",
+    ]
     assert len(list(pictures.iterdir())) == 8
     page = target.read_text()
     offline(page)
@@ -642,12 +750,12 @@ def test_a_report_needs_labels_and_a_place(
 def test_weights_given_as_a_predictor_and_devices_that_are_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from holdfast.models import SmallCNN
-    from holdfast.models.checkpoints import weights_bytes
+    from keepcover.models import SmallCNN
+    from keepcover.models.checkpoints import weights_bytes
 
     weights = tmp_path / "weights.safetensors"
     weights.write_bytes(weights_bytes(SmallCNN(), {"architecture": "small-cnn"}))
     given = ("--model", "small-cnn", "--weights", weights, "--data", "digits")
-    assert "not a holdfast predictor" in refused(capsys, "predict", weights, *given)
+    assert "not a keepcover predictor" in refused(capsys, "predict", weights, *given)
     line = refused(capsys, "calibrate", *given, "--device", "banana", *LEVEL, "--out", tmp_path / "p.safetensors")
     assert "no device 'banana' here" in line

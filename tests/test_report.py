@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast import plots
-from holdfast.audit import Audit, audit
-from holdfast.calibration import calibrate
-from holdfast.experiments.side_by_side import AuditRequest, summary_rows, write_audit
-from holdfast.report import (
+from keepcover.attacks.audit import Audit, audit
+from keepcover.cli.side_by_side import AuditRequest, summary_rows, write_audit
+from keepcover.pages import plots
+from keepcover.pages.report import (
     Cell,
     Example,
     Figure,
@@ -31,6 +30,7 @@ from holdfast.report import (
     interval,
     methods_table,
 )
+from keepcover.prediction.calibration import calibrate
 
 from .test_smoothing import nearest, toy
 
@@ -116,10 +116,15 @@ def test_everything_is_escaped_but_figures() -> None:
     page = Page(nasty, nasty, nasty)
     page.sections.append(
         Section(
-            nasty, nasty, Table([nasty, ""], [[Cell(nasty), Cell(nasty)]]), [Figure("bars", plots.size_histogram([1, 2]), nasty, nasty)],
-            [nasty], nasty, [Example(nasty, [(torch.rand(3, 2, 2), nasty)])],
+            nasty,
+            nasty,
+            Table([nasty, ""], [[Cell(nasty), Cell(nasty)]]),
+            [Figure("bars", plots.size_histogram([1, 2]), nasty, nasty)],
+            [nasty],
+            nasty,
+            [Example(nasty, [(torch.rand(3, 2, 2), nasty)])],
         )
-    )  # fmt: skip
+    )
     html = page.html()
     offline(html)
     assert html.count("<svg") == 1
@@ -131,8 +136,12 @@ def test_a_page_is_marked_up_for_those_who_do_not_see_it() -> None:
     table = Table(["", "coverage"], [[Cell("exact"), Cell("0.9", "good")]])
     figure = Figure("sizes", plots.size_histogram([0, 3]), "Sets by size.", "Three sets of one label.")
     example = Example("truth: cat", [(torch.rand(1, 2, 2), "{cat}")])
-    html = Page("title", "about", "a promise", [Section("What it's worth", "", table, [figure], examples=[example]),
-                                                Section("Origin")]).html()  # fmt: skip
+    html = Page(
+        "title",
+        "about",
+        "a promise",
+        [Section("What it's worth", "", table, [figure], examples=[example]), Section("Origin")],
+    ).html()
     assert '<div class="scroll table" tabindex="0" role="region" aria-label="Table: What it&#39;s worth">' in html
     assert '<td></td><th scope="col">coverage</th>' in html
     assert '<th scope="row">exact</th><td class="good">0.9</td>' in html
@@ -221,14 +230,18 @@ def figures(report: Audit) -> dict[str, Any]:
     curves = {"a": [(0.0, 1.0), (0.1, 1.5)], "b": [(0.0, 1.1), (0.1, 3.9)]}
     return {
         "sizes": plots.size_curves(curves, 4, certified),
-        "coverages": plots.coverage_curves({"a": [(0.0, 0.9, 0.8, 1.0), (0.1, 0.8, 0.7, 0.9)], "b": [(0.0, 0.9)]}, 0.1, certified),
+        "coverages": plots.coverage_curves(
+            {"a": [(0.0, 0.9, 0.8, 1.0), (0.1, 0.8, 0.7, 0.9)], "b": [(0.0, 0.9)]}, 0.1, certified
+        ),
         "densities": plots.score_densities(torch.linspace(0, 1, 50), torch.linspace(0, 1, 50) ** 4, 0.1),
         "bars": plots.clean_and_attacked(rows, 0.1),
         "histogram": plots.size_histogram([1, 5, 0, 2]),
         "shares": plots.size_shares({"a": [0.0, 0.75, 0.25, 0.0], "b": [0.5, 0.0, 0.5, 0.0]}),
-        "scatter": plots.size_against_coverage({"a": [(0.9, 1.2, 0.01, 0.1)], "b": [(0.95, 40.0, 0.01, 0.1)]}, 0.1, certified),
+        "scatter": plots.size_against_coverage(
+            {"a": [(0.9, 1.2, 0.01, 0.1)], "b": [(0.95, 40.0, 0.01, 0.1)]}, 0.1, certified
+        ),
         "classes": plots.coverage_by_class(["x", "y" * 40], [(0.9, 0.8, 1.0), (0.95, 0.9, 1.0)], 0.1),
-    }  # fmt: skip
+    }
 
 
 def test_figures_are_reproducible_and_offline(report: Audit) -> None:
@@ -294,8 +307,9 @@ def test_figures_show_their_numbers(report: Audit) -> None:
     drawn = figures(report)
     lines = [line for line in drawn["sizes"].axes[0].get_lines() if line.get_label() in ("a", "b")]
     assert [(line.get_label(), list(line.get_ydata()), line.get_linestyle()) for line in lines] == [
-        ("a", [1.0, 1.5], "-"), ("b", [1.1, 3.9], "--")
-    ]  # fmt: skip
+        ("a", [1.0, 1.5], "-"),
+        ("b", [1.1, 3.9], "--"),
+    ]
     assert drawn["sizes"].axes[0].get_ylim()[0] == 0
     rows = summary_rows(report, EPSILON)
     coverage, size = drawn["bars"].axes
@@ -364,8 +378,10 @@ def test_the_audit_page(report: Audit, tmp_path: Path) -> None:
     assert str(report.sets["certified & kept", "none", 0.0].guarantee) in " ".join(reader.text)
     write_audit(request, report, tmp_path / "out", 1.0, tmp_path / "figures")
     assert {file.stem for file in (tmp_path / "figures").iterdir()} == {
-        "coverage-clean-and-attacked", "size-clean-and-attacked", "coverage-by-radius"
-    }  # fmt: skip
+        "coverage-clean-and-attacked",
+        "size-clean-and-attacked",
+        "coverage-by-radius",
+    }
 
 
 def test_an_audit_without_an_attack_has_a_page_too(report: Audit, model: nn.Module, tmp_path: Path) -> None:

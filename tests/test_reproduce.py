@@ -14,22 +14,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from holdfast.cli import main
-from holdfast.datasets import cifar
-from holdfast.errors import InputError
-from holdfast.experiments.reproduce import show
-from holdfast.experiments.reproduce.cells import Source
-from holdfast.experiments.reproduce.figures import figures
-from holdfast.experiments.reproduce.material import Material
-from holdfast.experiments.reproduce.paper import tables
-from holdfast.experiments.reproduce.run import Run, catalogue, chosen, write_page
-from holdfast.experiments.reproduce.runner import capped
-from holdfast.experiments.splits import evaluate_requests
-from holdfast.experiments.train_heads import head_name
-from holdfast.models import CifarResNet, ResNet50, last_linear
-from holdfast.models.heads import head_bytes
-from holdfast.noise import Stream
-from holdfast.smoothing import Smoother
+from keepcover.cli import main
+from keepcover.data import cifar
+from keepcover.engine.smoother import Smoother
+from keepcover.errors import InputError
+from keepcover.evaluation.splits import evaluate_requests
+from keepcover.models import CifarResNet, ResNet50, last_linear
+from keepcover.models.heads import head_bytes
+from keepcover.noise.stream import Stream
+from keepcover.paper.reproduce import show
+from keepcover.paper.reproduce.cells import Source
+from keepcover.paper.reproduce.figures import figures
+from keepcover.paper.reproduce.material import Material
+from keepcover.paper.reproduce.paper import tables
+from keepcover.paper.reproduce.run import Run, catalogue, chosen, write_page
+from keepcover.paper.reproduce.runner import capped
+from keepcover.paper.train_heads import head_name
 
 N, CLASSES = 180, {"cifar10": 10, "cifar100": 100}
 
@@ -66,15 +66,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def material(folders: tuple[Path, Path], tmp_path: Path, **changes: Any) -> Material:
     options: dict[str, Any] = {
-        "holdout": 40, "attack_images": 20, "attack_steps": 2, "attack_draws": 2, "depth": 8, "progress": False,
-    }  # fmt: skip
+        "holdout": 40,
+        "attack_images": 20,
+        "attack_steps": 2,
+        "attack_draws": 2,
+        "depth": 8,
+        "progress": False,
+    }
     return Material(folders[0], folders[1], tmp_path / "store", **{**options, **changes})
 
 
 def run(folders: tuple[Path, Path], tmp_path: Path, **changes: Any) -> Run:
-    return Run(
-        material(folders, tmp_path), tmp_path / "out", splits=2, draws=4, say=lambda _: None, **changes
-    )  # fmt: skip
+    return Run(material(folders, tmp_path), tmp_path / "out", splits=2, draws=4, say=lambda _: None, **changes)
 
 
 # -- the paper as data -------------------------------------------------------------------------------------------------
@@ -155,9 +158,9 @@ def test_all_of_cifar_runs_and_draws(
     said: list[str] = []
     slow = ("heads-cifar10", "heads-cifar100", "sigma", "holdout-cifar10", "smoothadv-cifar100", "draws-cifar100")
     fewer = {name: table for name, table in tables().items() if name not in slow}
-    monkeypatch.setattr("holdfast.experiments.reproduce.run.tables", lambda: fewer)
+    monkeypatch.setattr("keepcover.paper.reproduce.run.tables", lambda: fewer)
     job = replace(run(folders, tmp_path), say=said.append)
-    files = job.reproduce(["all"], "holdfast reproduce all")
+    files = job.reproduce(["all"], "keepcover reproduce all")
     missing = {"table2", "table3", "draws-imagenet", "holdout-imagenet", "smoothadv-imagenet"}
     assert {path.stem for path in files} == set(catalogue()) - missing
     assert sum("ImageNet is needed and cannot be downloaded" in line for line in said) == 3
@@ -265,10 +268,15 @@ def test_imagenet_runs_on_any_folder_of_a_thousand_classes(tmp_path: Path) -> No
 
 def test_a_cell_says_what_was_measured_and_what_was_printed() -> None:
     row = {
-        "row": "PTT", "column": "HPS", "size": {"mean": 1.9512, "std": 0.0241}, "coverage": {"mean": 0.9123, "std": 0.004},
-        "attack": "SmoothAdv", "trivial_splits": 3, "splits": 50,
+        "row": "PTT",
+        "column": "HPS",
+        "size": {"mean": 1.9512, "std": 0.0241},
+        "coverage": {"mean": 0.9123, "std": 0.004},
+        "attack": "SmoothAdv",
+        "trivial_splits": 3,
+        "splits": 50,
         "paper": {"size": 2.294, "size_std": 0.051, "coverage": 0.909, "coverage_std": None},
-    }  # fmt: skip
+    }
     assert show.measured(row) == "1.951 ± 0.024, covers 91.2 ± 0.4 % (3/50 trivial)"
     assert show.printed(row) == "2.294 ± 0.051, covers 90.9 %"
     base = {**row, "row": "Baseline", "size": {"mean": 10.0, "std": 0.0}, "paper": {**row["paper"], "size": 10.0}}

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from holdfast.errors import InputError
-from holdfast.scores import (
+from keepcover.errors import InputError
+from keepcover.scores.scores import (
     APS,
     HPS,
     RAPS,
@@ -31,7 +31,7 @@ from holdfast.scores import (
     raps,
     top_label,
 )
-from holdfast.transforms import PTT
+from keepcover.scores.transforms import PTT
 
 patient = settings(deadline=None, derandomize=True)
 
@@ -177,9 +177,11 @@ def test_the_top_label_is_the_first_of_the_largest(dtype: torch.dtype) -> None:
 
 def test_probabilities_of_any_precision_are_finite_logits() -> None:
     for dtype, wide in (
-        (torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
         (torch.float64, torch.float64),
-    ):  # fmt: skip
+    ):
         probabilities = torch.tensor([[0.25, 0.75, 0.0], [1.0, 0.0, 0.0]], dtype=dtype)
         logits = as_logits(probabilities)
         assert logits.dtype == wide
@@ -337,7 +339,7 @@ def test_comparing_pairs_and_sorting_give_the_same_aps(classes: int, monkeypatch
     logits = torch.randint(-3, 4, (50, 4, classes), generator=generator).float()  # integers: many ties
     u = torch.rand(50, 1, generator=generator)
     compared = aps(logits, u)
-    monkeypatch.setattr("holdfast.scores._FEW", 0)
+    monkeypatch.setattr("keepcover.scores.scores._FEW", 0)
     torch.testing.assert_close(compared, aps(logits, u), rtol=0, atol=1e-6)
     for a in range(classes):
         tied = logits == logits[..., a : a + 1]

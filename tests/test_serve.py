@@ -24,17 +24,17 @@ from hypothesis import settings
 from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
 
-import holdfast.predictor
-from holdfast.errors import InputError
-from holdfast.noise import Stream
-from holdfast.predictor import Predictor
-from holdfast.serve import Settings, create_app
-from holdfast.serve.app import image_shape, warm_up
-from holdfast.serve.batching import Batcher
-from holdfast.serve.logs import JsonFormatter, log
-from holdfast.serve.logs import config as log_config
-from holdfast.serve.metrics import Metrics
-from holdfast.serve.schemas import Answer, Description
+import keepcover.prediction.predictor
+from keepcover.errors import InputError
+from keepcover.noise.stream import Stream
+from keepcover.prediction.predictor import Predictor
+from keepcover.serve import Settings, create_app
+from keepcover.serve.app import image_shape, warm_up
+from keepcover.serve.batching import Batcher
+from keepcover.serve.logs import JsonFormatter, log
+from keepcover.serve.logs import config as log_config
+from keepcover.serve.metrics import Metrics
+from keepcover.serve.schemas import Answer, Description
 
 from . import serving
 from .serve_client import IMAGES, LABELS, TOKEN, Gate, ask, client, refused
@@ -215,13 +215,13 @@ def test_every_request_and_every_draw_has_its_own_noise(saved: Path) -> None:
 
 def test_one_key_from_the_operating_system_per_call_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
-    real = holdfast.predictor.fresh_seed
+    real = keepcover.prediction.predictor.fresh_seed
 
     def fresh() -> int:
         drawn.append(real())
         return drawn[-1]
 
-    monkeypatch.setattr(holdfast.predictor, "fresh_seed", fresh)
+    monkeypatch.setattr(keepcover.prediction.predictor, "fresh_seed", fresh)
     predictor = make_predictor()
     app = create_app(predictor, Settings(batch_wait=0.0))
 
@@ -241,7 +241,7 @@ def test_the_same_image_twice_gives_independent_sets(monkeypatch: pytest.MonkeyP
     """One draw decides; a label is in about half of the sets. Within a request and between requests its inclusion is
     uncorrelated: |r| sqrt(n) beyond 4.5 has probability 7e-6 each. The keys are those of a fixed generator here."""
     keys = random.Random(0)
-    monkeypatch.setattr(holdfast.predictor, "fresh_seed", lambda: keys.getrandbits(128))
+    monkeypatch.setattr(keepcover.prediction.predictor, "fresh_seed", lambda: keys.getrandbits(128))
     predictor = make_predictor(serving.Quadrants(4.0), draws=1, calibration_draws=1)
     levels = torch.linspace(0.2, 0.8, 61)
     share = [
@@ -272,7 +272,7 @@ def test_the_same_image_twice_gives_independent_sets(monkeypatch: pytest.MonkeyP
 ONE_PROCESS = """
 import asyncio, sys, torch, httpx
 import serving
-from holdfast.serve import create_app
+from keepcover.serve import create_app
 recorder = serving.Recorder()
 app = create_app(serving.quiet_load(sys.argv[1], recorder))
 async def main():
@@ -319,7 +319,7 @@ def test_nothing_that_leaves_the_process_tells_the_key(
 ) -> None:
     """Answers, refusals, failures, description, metrics and logs: no part of a key in any spelling."""
     key = 0x0123456789ABCDEF_FEDCBA9876543210
-    monkeypatch.setattr(holdfast.predictor, "fresh_seed", lambda: key)
+    monkeypatch.setattr(keepcover.prediction.predictor, "fresh_seed", lambda: key)
     predictor = make_predictor()
     app = create_app(predictor, Settings(token=TOKEN))
     texts: list[str] = []
@@ -380,7 +380,7 @@ def test_metrics_are_prometheus_and_add_up(predictor: Predictor) -> None:
     found = samples(asyncio.run(some()))
 
     def value(name: str, **labels: str) -> float:
-        return found[f"holdfast_{name}", frozenset(labels.items())]
+        return found[f"keepcover_{name}", frozenset(labels.items())]
 
     assert value("requests_total", route="/v1/predict", status="200") == 2
     assert value("requests_total", route="/v1/predict", status="422") == 1
@@ -401,12 +401,10 @@ def test_buckets_and_shares() -> None:
     metrics = Metrics(classes=100)
     metrics.sets([0, 1, 5, 6, 100, 100], draws=3)
     found = samples(metrics.render())
-    bounds = {dict(labels)["le"]: v for (name, labels), v in found.items() if name == "holdfast_set_size_bucket"}
-    assert bounds == {
-        "0": 1, "1": 2, "2": 2, "3": 2, "5": 3, "10": 4, "20": 4, "50": 4, "100": 6, "+Inf": 6,
-    }  # fmt: skip
-    assert found["holdfast_trivial_share", frozenset()] == pytest.approx(1 / 3)
-    assert found["holdfast_draws_total", frozenset()] == 18
+    bounds = {dict(labels)["le"]: v for (name, labels), v in found.items() if name == "keepcover_set_size_bucket"}
+    assert bounds == {"0": 1, "1": 2, "2": 2, "3": 2, "5": 3, "10": 4, "20": 4, "50": 4, "100": 6, "+Inf": 6}
+    assert found["keepcover_trivial_share", frozenset()] == pytest.approx(1 / 3)
+    assert found["keepcover_draws_total", frozenset()] == 18
 
 
 def test_workers_add_up_their_counters_and_the_dead_leave_no_gauges(tmp_path: Path) -> None:
@@ -417,15 +415,15 @@ def test_workers_add_up_their_counters_and_the_dead_leave_no_gauges(tmp_path: Pa
     two.queue(2)
     for worker in (one, two):
         found = samples(worker.render())
-        assert found["holdfast_draws_total", frozenset()] == 12
-        assert found["holdfast_queue_images", frozenset()] == 7
+        assert found["keepcover_draws_total", frozenset()] == 12
+        assert found["keepcover_queue_images", frozenset()] == 7
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     for file in tmp_path.glob("*.metrics"):
         file.rename(tmp_path / f"{ended.pid}-{file.name.split('-')[1]}")
     found = samples(one.render())
-    assert found["holdfast_draws_total", frozenset()] == 12
-    assert found["holdfast_queue_images", frozenset()] == 0
+    assert found["keepcover_draws_total", frozenset()] == 12
+    assert found["keepcover_queue_images", frozenset()] == 0
 
 
 def test_logs_are_json_lines_that_tell_requests_apart(predictor: Predictor, caplog: pytest.LogCaptureFixture) -> None:
@@ -435,9 +433,17 @@ def test_logs_are_json_lines_that_tell_requests_apart(predictor: Predictor, capl
         ask(app, "POST", "/v1/predict", json={"images": []}, headers={"x-request-id": 'evil"\\n{}'})
     lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records if record.name == log.name]
     good, bad = (line for line in lines if line["event"] == "request")
-    assert good.items() >= {
-        "request_id": "mine-1", "route": "/v1/predict", "status": "200", "images": 5, "method": "POST", "level": "info",
-    }.items()  # fmt: skip
+    assert (
+        good.items()
+        >= {
+            "request_id": "mine-1",
+            "route": "/v1/predict",
+            "status": "200",
+            "images": 5,
+            "method": "POST",
+            "level": "info",
+        }.items()
+    )
     assert (bad["status"], bad["code"]) == ("422", "invalid")
     assert bad["request_id"].isalnum()  # a fresh one
     assert set(good) == {"time", "level", "event", "request_id", "client", "method", "route", "status", "ms", "images"}
@@ -468,10 +474,19 @@ def test_a_client_that_hangs_up_is_no_failure(predictor: Predictor, caplog: pyte
         raise AssertionError(message)
 
     scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": "/v1/predict",
-        "raw_path": b"/v1/predict", "query_string": b"", "root_path": "", "scheme": "http", "client": ("192.0.2.1", 1),
-        "headers": [(b"content-type", b"application/json")], "server": ("test", 80),
-    }  # fmt: skip
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/predict",
+        "raw_path": b"/v1/predict",
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "client": ("192.0.2.1", 1),
+        "headers": [(b"content-type", b"application/json")],
+        "server": ("test", 80),
+    }
     with caplog.at_level(logging.INFO):
         asyncio.run(app(scope, receive, send))
     lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records if record.name == log.name]

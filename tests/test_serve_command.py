@@ -1,4 +1,4 @@
-"""`holdfast serve`: options, and errors before any port is open."""
+"""`keepcover serve`: options, and errors before any port is open."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from holdfast import cli
-from holdfast.errors import InputError
-from holdfast.predictor import Predictor
-from holdfast.serve import Deployment, Settings
-from holdfast.serve.schemas import Description
+from keepcover import cli
+from keepcover.errors import InputError
+from keepcover.prediction.predictor import Predictor
+from keepcover.serve import Deployment, Settings
+from keepcover.serve.schemas import Description
 
 from .serve_client import TOKEN
 from .serving import CLASSES, make_predictor
@@ -68,7 +68,7 @@ def test_the_command_can_check_a_deployment(saved: Path, capsys: pytest.CaptureF
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
         (["--max-queue", "3"], "a request of 32 images never fits a queue of 3"),
     ],
-)  # fmt: skip
+)
 def test_the_command_refuses_nonsense(
     saved: Path, capsys: pytest.CaptureFixture[str], options: list[str], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,10 +89,10 @@ def test_another_model_is_refused_before_the_port_opens(saved: Path, tmp_path: P
 
 
 def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.cli.serve import _token
+    from keepcover.cli.serve import _token
 
     assert _token(None) is None
-    monkeypatch.setenv("HOLDFAST_TOKEN", "from-the-environment")
+    monkeypatch.setenv("KEEPCOVER_TOKEN", "from-the-environment")
     assert _token(None) == "from-the-environment"
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     assert _token(tmp_path / "token") == TOKEN
@@ -101,9 +101,9 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypa
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
-    for name in [name for name in sys.modules if name.startswith("holdfast.serve")]:
+    for name in [name for name in sys.modules if name.startswith("keepcover.serve")]:
         monkeypatch.delitem(sys.modules, name)
     real: Callable[..., Any] = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "fastapi" else real(name, *a))
-    with pytest.raises(InputError, match=r"needs fastapi: pip install 'holdfast\[serve\]'"):
-        importlib.import_module("holdfast.serve")
+    with pytest.raises(InputError, match=r"needs fastapi: pip install 'keepcover\[serve\]'"):
+        importlib.import_module("keepcover.serve")

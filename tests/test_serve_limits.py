@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from holdfast.predictor import Predictor
-from holdfast.serve import Settings, create_app
-from holdfast.serve.limits import Bearer, RepeatLimit
-from holdfast.serve.problems import Problem
+from keepcover.prediction.predictor import Predictor
+from keepcover.serve import Settings, create_app
+from keepcover.serve.limits import Bearer, RepeatLimit
+from keepcover.serve.problems import Problem
 
 from .serve_client import IMAGES, TOKEN, Gate, ask, client, refused
 from .serving import SHAPE, file_of, make_predictor
@@ -412,7 +412,7 @@ def test_clients_that_neither_ask_nor_leave_are_hung_up_on(
     """Silence, half a header, and a body that goes on after its answer; a client that asks keeps its connection."""
     import uvicorn
 
-    from holdfast.serve.server import Protocol
+    from keepcover.serve.server import Protocol
 
     monkeypatch.setattr(Protocol, "idle", 0.3)
     app = create_app(predictor, Settings(max_body=1000))

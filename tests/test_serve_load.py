@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.experiments.manifest import manifest, write_results
+from keepcover.evaluation.manifest import manifest, write_results
 
 from .serving import NAMES, Reply, Server, load, make_predictor, start
 
@@ -55,10 +55,12 @@ def summary(replies: list[Reply], seconds: float) -> dict[str, Any]:
     times = 1000 * np.array([reply.seconds for reply in replies if reply.status == 200])
     statuses = [reply.status for reply in replies]
     return {
-        "requests": len(replies), "statuses": {str(s): statuses.count(s) for s in sorted(set(statuses))},
-        "answers_per_second": round(len(times) / seconds, 1), "seconds": round(seconds, 2),
+        "requests": len(replies),
+        "statuses": {str(s): statuses.count(s) for s in sorted(set(statuses))},
+        "answers_per_second": round(len(times) / seconds, 1),
+        "seconds": round(seconds, 2),
         **{f"p{q}_ms": round(float(np.percentile(times, q)), 2) for q in (50, 90, 99)},
-    }  # fmt: skip
+    }
 
 
 def counters(server: Server) -> dict[str, float]:
@@ -83,8 +85,8 @@ def test_ten_thousand_requests_are_answered_right_and_memory_stays_flat(
     assert len(replies) == 10_240
     assert {reply.status for reply in replies} == {200}
     assert all(right(reply) for reply in replies)
-    assert counts["holdfast_accepted_total"] == counts["holdfast_answered_total"] == 10_240 + 32 * 60
-    assert counts["holdfast_batch_images_count"] < 0.8 * counts["holdfast_batch_images_sum"]  # calls were shared
+    assert counts["keepcover_accepted_total"] == counts["keepcover_answered_total"] == 10_240 + 32 * 60
+    assert counts["keepcover_batch_images_count"] < 0.8 * counts["keepcover_batch_images_sum"]  # calls were shared
     assert after - before < 16  # MiB; a kilobyte kept per request would be 10
     assert code == 0
 
@@ -104,7 +106,7 @@ def test_overload_is_answered_with_503_and_survived(saved: Path, tmp_path: Path,
     assert {reply.status for reply in replies} == {200, 503}
     accepted = [reply for reply in replies if reply.status == 200]
     assert all(right(reply) for reply in accepted)
-    assert len(accepted) == counts["holdfast_accepted_total"] == counts["holdfast_answered_total"]
+    assert len(accepted) == counts["keepcover_accepted_total"] == counts["keepcover_answered_total"]
     for reply in replies:
         if reply.status == 503:
             assert reply.json["error"]["code"] == "overloaded"
@@ -198,7 +200,7 @@ def test_a_worker_that_dies_is_replaced_and_none_outlives_its_parent(saved: Path
     assert len(workers() - before) == 1
     replies = load(server.port, 8, 20, "after")
     assert all(reply.status == 200 and right(reply) for reply in replies)
-    assert counters(server)["holdfast_answered_total"] == 320  # those of the dead worker included
+    assert counters(server)["keepcover_answered_total"] == 320  # those of the dead worker included
     left = workers()
     server.process.kill()  # no goodbye
     server.process.wait()

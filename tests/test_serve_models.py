@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from holdfast.cli import main
-from holdfast.datasets import digits
-from holdfast.models import SmallCNN, last_linear
-from holdfast.models.heads import head_bytes
-from holdfast.serve.deployment import Deployment
-from holdfast.serve.settings import Settings
-from holdfast.training import fit_under_noise
+from keepcover.cli import main
+from keepcover.data import digits
+from keepcover.models import SmallCNN, last_linear
+from keepcover.models.heads import head_bytes
+from keepcover.serve.deployment import Deployment
+from keepcover.serve.settings import Settings
+from keepcover.training import fit_under_noise
 
 from .test_exported import export
 
@@ -36,7 +36,7 @@ def cnn() -> SmallCNN:
 
 
 def onnx_file(model: SmallCNN, folder: Path) -> tuple[str, ...]:
-    pytest.importorskip("onnxscript", reason="exporting to ONNX needs onnxscript: pip install 'holdfast[test]'")
+    pytest.importorskip("onnxscript", reason="exporting to ONNX needs onnxscript: pip install 'keepcover[test]'")
     path = folder / "model.onnx"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -54,7 +54,7 @@ def scikit_learn(_: SmallCNN, folder: Path) -> tuple[str, ...]:
     (folder / "linear_digits.py").write_text(
         "import numpy as np, torch\n"
         "from sklearn.linear_model import LogisticRegression\n"
-        "from holdfast.datasets import digits\n"
+        "from keepcover.data import digits\n"
         "class OnImages:\n"
         "    def __init__(self):\n"
         "        train = digits().split(800, 300, 200, seed=0)[0]\n"
@@ -78,7 +78,7 @@ def weights_with_a_head(model: SmallCNN, folder: Path) -> tuple[str, ...]:
     torch.nn.init.zeros_(last_linear(bare)[1].weight)
     save_file(bare.state_dict(), folder / "base.safetensors")
     (folder / "narrow.py").write_text(
-        "from holdfast.models import SmallCNN, load_head, load_weights\n"
+        "from keepcover.models import SmallCNN, load_head, load_weights\n"
         "from pathlib import Path\n"
         "def make():\n"
         "    here = Path(__file__).parent\n"
@@ -95,7 +95,7 @@ def test_calibrated_saved_and_served(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """`holdfast calibrate`, `show`, then the service: sets hold most true labels and are far from trivial."""
+    """`keepcover calibrate`, `show`, then the service: sets hold most true labels and are far from trivial."""
     monkeypatch.syspath_prepend(tmp_path)
     model = make(cnn, tmp_path)
     np.savez(tmp_path / "calibration.npz", images=CALIBRATION.images.numpy(), labels=CALIBRATION.labels.numpy())

@@ -22,8 +22,8 @@ from pathlib import Path
 import httpx, ray, torch
 from ray import serve
 import serving
-from holdfast.serve import Deployment, Settings
-from holdfast.serve.replicas import ray_application
+from keepcover.serve import Deployment, Settings
+from keepcover.serve.replicas import ray_application
 
 predictor, port = Path(sys.argv[1]), int(sys.argv[2])
 ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False, address="local",
@@ -31,7 +31,7 @@ ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_log
 serve.start(http_options={"host": "127.0.0.1", "port": port})
 settings = Settings(max_images=3, token="0123456789abcdef-token")
 deployment = Deployment(predictor, "serving:sharp", settings=settings, threads=1)
-serve.run(ray_application(deployment, replicas=2, cpus=0.5), name="holdfast", route_prefix="/")
+serve.run(ray_application(deployment, replicas=2, cpus=0.5), name="keepcover", route_prefix="/")
 
 url, headers = f"http://127.0.0.1:{port}", {"authorization": "Bearer 0123456789abcdef-token"}
 found = {"wrong": 0, "statuses": [], "fingerprint": None}
@@ -56,7 +56,7 @@ with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
     accepted = set()
     for _ in range(60):
         text = client.get("/metrics").text
-        accepted.add(next(line for line in text.splitlines() if line.startswith("holdfast_accepted_total ")))
+        accepted.add(next(line for line in text.splitlines() if line.startswith("keepcover_accepted_total ")))
     found["replicas"] = sorted(int(line.split()[1]) for line in accepted)
 print("RESULT", json.dumps(found))
 serve.shutdown()
@@ -73,9 +73,11 @@ def test_two_replicas_answer_alike_and_share_the_work(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     here = Path(__file__).resolve().parent
     environment = {
-        **os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent / 'src'}", "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": f"{here}{os.pathsep}{here.parent / 'src'}",
+        "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-    }  # fmt: skip
+    }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(path), str(port)],
         capture_output=True,

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from holdfast.inputs import InputRange
-from holdfast.predictor import Predictor
-from holdfast.serve import Settings, create_app
-from holdfast.serve.images import decode
-from holdfast.serve.problems import Problem
+from keepcover.engine.inputs import InputRange
+from keepcover.prediction.predictor import Predictor
+from keepcover.serve import Settings, create_app
+from keepcover.serve.images import decode
+from keepcover.serve.problems import Problem
 
 from .serve_client import IMAGES, ask, client, refused
 from .serving import file_of, make_predictor
@@ -233,8 +233,8 @@ def test_bad_files_are_refused_cleanly(predictor: Predictor, case: str) -> None:
 def test_a_bomb_costs_no_memory() -> None:
     """In a process of its own: the peak of all bombs together stays near where it was."""
     code = (
-        "import resource, sys, warnings; from holdfast.serve.images import decode\n"
-        "from holdfast.serve.problems import Problem\n"
+        "import resource, sys, warnings; from keepcover.serve.images import decode\n"
+        "from keepcover.serve.problems import Problem\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
         "warnings.simplefilter('ignore')\n"
         "contents = [bytes.fromhex(line.strip()) for line in sys.stdin]; before = peak()\n"
@@ -247,9 +247,14 @@ def test_a_bomb_costs_no_memory() -> None:
     bombs = [FILES[name][0] for name in ("bomb by header", "large by header", "bomb of text", "bomb of pixels")]
     source = Path(__file__).resolve().parents[1] / "src"
     done = subprocess.run(
-        [sys.executable, "-c", code], input="\n".join(bomb.hex() for bomb in bombs), capture_output=True, text=True,
-        env={"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}, timeout=120, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        input="\n".join(bomb.hex() for bomb in bombs),
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
+        timeout=120,
+        check=True,
+    )
     assert float(done.stdout) < 60
 
 
@@ -282,7 +287,12 @@ def test_damaged_files_raise_nothing_but_refusals(case: str, data: st.DataObject
         ({"data": {"alpha": "0.1"}, "files": {"other": b"x"}}, 422, "invalid", "unexpected form field 'other'"),
         ({"files": {"images": (None, "text")}}, 422, "invalid", "every part needs a filename"),
         ({"files": {"alpha": (None, "0.1")}}, 422, "invalid", "at least one file in the form field images"),
-        ({"files": {"images": file_of(GREY)}, "data": {"alpha": "high"}}, 422, "invalid", "one number in the form field alpha"),
+        (
+            {"files": {"images": file_of(GREY)}, "data": {"alpha": "high"}},
+            422,
+            "invalid",
+            "one number in the form field alpha",
+        ),
         ({"files": {"images": file_of(GREY), "alpha": b"0.1"}}, 422, "invalid", "one number in the form field alpha"),
         ({"files": {"images": file_of(GREY)}, "data": {"alpha": ["0.1", "0.2"]}}, 422, "invalid", "one number"),
         ({"files": {"images": file_of(GREY)}, "data": {"alpha": "nan"}}, 422, "invalid", "calibrated for"),
@@ -291,7 +301,7 @@ def test_damaged_files_raise_nothing_but_refusals(case: str, data: st.DataObject
         ({"content": b"junk", "headers": {"content-type": "multipart/form-data"}}, 400, "bad_request", "boundary"),
         ({"content": b"junk", "headers": {"content-type": "multipart/form-data; boundary=x"}}, 400, "bad_request", ""),
     ],
-)  # fmt: skip
+)
 def test_bad_forms_are_refused(
     predictor: Predictor, change: dict[str, Any], status: int, code: str, match: str
 ) -> None:

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
-from holdfast.serve import Settings, create_app
-from holdfast.serve.server import Protocol
+from keepcover.serve import Settings, create_app
+from keepcover.serve.server import Protocol
 
 from .serving import file_of, make_predictor
 
@@ -61,8 +61,12 @@ def pictures(draw: st.DrawFn) -> bytes:
 def test_every_route_but_the_schema_is_in_the_schema(caller: httpx.Client) -> None:
     paths = caller.get("/openapi.json").json()["paths"]
     assert {path: list(methods) for path, methods in paths.items()} == {
-        "/v1/predict": ["post"], "/v1/predictor": ["get"], "/healthz": ["get"], "/readyz": ["get"], "/metrics": ["get"],
-    }  # fmt: skip
+        "/v1/predict": ["post"],
+        "/v1/predictor": ["get"],
+        "/healthz": ["get"],
+        "/readyz": ["get"],
+        "/metrics": ["get"],
+    }
 
 
 @pytest.mark.parametrize("path", ["/v1/predictor", "/healthz", "/readyz", "/metrics"])
@@ -95,7 +99,7 @@ def test_requests_get_what_the_schema_says(
 
 @given(
     st.lists(pictures(), min_size=1, max_size=3), st.sampled_from([None, 0.1, 0.2]), st.sampled_from([None, 0.1, 0.05])
-)  # fmt: skip
+)
 @patient
 def test_files_get_what_the_schema_says(
     api: Any, caller: httpx.Client, files: list[bytes], alpha: float | None, epsilon: float | None

@@ -31,13 +31,14 @@ from sklearn.tree import DecisionTreeClassifier
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import Tensor
 
-from holdfast import audit, calibrate, evaluate, fingerprint, load
-from holdfast.adapters import from_predict_proba
-from holdfast.adapters.proba import log_probabilities
-from holdfast.adapters.sklearn import RobustSetClassifier
-from holdfast.adapters.state import state_digest
-from holdfast.errors import InputError
-from holdfast.specs import load_model
+from keepcover import calibrate, evaluate, fingerprint, load
+from keepcover.adapters import from_predict_proba
+from keepcover.adapters.proba import log_probabilities
+from keepcover.adapters.sklearn import RobustSetClassifier
+from keepcover.adapters.state import state_digest
+from keepcover.attacks import audit
+from keepcover.errors import InputError
+from keepcover.specs import load_model
 
 from .test_smoothing import nearest, toy
 
@@ -116,8 +117,14 @@ def test_coverage_is_kept_against_the_best_attack_on_a_linear_model(fitted: Robu
         step = weights[logits.argmax(dim=1)] - weights[labels]
         return images + 0.9999 * epsilon * step / step.norm(dim=1, keepdim=True)
 
-    found = audit(fitted.predictor_, (inputs, torch.from_numpy(y)), attacks={"worst": worst, "random": "random"}, draws=4,
-                  steps=10, seed=3)  # fmt: skip
+    found = audit(
+        fitted.predictor_,
+        (inputs, torch.from_numpy(y)),
+        attacks={"worst": worst, "random": "random"},
+        draws=4,
+        steps=10,
+        seed=3,
+    )
     clean, attacked, blind = found.rows
     assert min(clean.p_value, attacked.p_value) > 1e-5
     assert attacked.coverage["mean"] < blind.coverage["mean"] <= clean.coverage["mean"]  # the attack is one
@@ -190,9 +197,12 @@ def test_training_under_noise_is_what_makes_it_work() -> None:
     params = {**PARAMS, "sigma": 25.0, "epsilon": 12.0}
     sizes = [
         RobustSetClassifier(DecisionTreeClassifier(min_samples_leaf=20), copies=copies, **params)
-        .fit(X, y).predict_set(X, seed=1).sum(axis=1).mean()
+        .fit(X, y)
+        .predict_set(X, seed=1)
+        .sum(axis=1)
+        .mean()
         for copies in (0, 10)
-    ]  # fmt: skip
+    ]
     assert sizes[1] < sizes[0] - 0.1
 
 
@@ -302,11 +312,34 @@ def test_what_runs_and_what_does_not_change_the_function() -> None:
     one, two = (RandomForestClassifier(n_estimators=2, random_state=0, n_jobs=jobs).fit(X, y) for jobs in (1, 2))
     assert state_digest(one) == state_digest(two)
     values: list[Any] = [
-        0, 0.0, False, None, "0", b"0", [], (), {}, [0], [[0]], {"a": 0}, {"a": 0.0}, {"b": 0}, {0}, {0, 1},
-        np.zeros(2), np.zeros((2, 1)), np.zeros(2, dtype=np.float32), np.array([0, 0]), np.array(["a"], dtype=object),
-        np.zeros(1, dtype=[("a", "<i4"), ("b", "<f8")]), np.zeros(1, dtype=[("a", "<i4"), ("c", "<f8")]), int, float,
-        np.random.RandomState(0), np.random.default_rng(0),
-    ]  # fmt: skip
+        0,
+        0.0,
+        False,
+        None,
+        "0",
+        b"0",
+        [],
+        (),
+        {},
+        [0],
+        [[0]],
+        {"a": 0},
+        {"a": 0.0},
+        {"b": 0},
+        {0},
+        {0, 1},
+        np.zeros(2),
+        np.zeros((2, 1)),
+        np.zeros(2, dtype=np.float32),
+        np.array([0, 0]),
+        np.array(["a"], dtype=object),
+        np.zeros(1, dtype=[("a", "<i4"), ("b", "<f8")]),
+        np.zeros(1, dtype=[("a", "<i4"), ("c", "<f8")]),
+        int,
+        float,
+        np.random.RandomState(0),
+        np.random.default_rng(0),
+    ]
     found = [state_digest(value) for value in values]
     assert None not in found
     assert len(set(found)) == len(found)
@@ -420,7 +453,7 @@ def test_a_function_may_return_an_estimator(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "holdfast.adapters.sklearn")
+    monkeypatch.delitem(sys.modules, "keepcover.adapters.sklearn")
     monkeypatch.setitem(sys.modules, "sklearn.frozen", None)  # as it is before scikit-learn 1.6
-    with pytest.raises(InputError, match=r"pip install 'holdfast\[sklearn\]'"):
-        importlib.import_module("holdfast.adapters.sklearn")
+    with pytest.raises(InputError, match=r"pip install 'keepcover\[sklearn\]'"):
+        importlib.import_module("keepcover.adapters.sklearn")

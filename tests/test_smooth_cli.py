@@ -1,4 +1,4 @@
-"""``holdfast smooth``: killed, resumed, damaged, out of space; and who reads its stores."""
+"""``keepcover smooth``: killed, resumed, damaged, out of space; and who reads its stores."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from holdfast.experiments.splits import evaluate_methods
-from holdfast.models import SmallCNN
-from holdfast.noise import Stream
-from holdfast.store import LogitStore, read_logits
+from keepcover.evaluation.splits import evaluate_methods
+from keepcover.models import SmallCNN
+from keepcover.noise.stream import Stream
+from keepcover.store import LogitStore, read_logits
 
 from .test_cli import as_json, refused, run
 from .test_smoothing import nearest, toy
@@ -27,7 +27,7 @@ from .test_store import content
 
 IMAGES, DRAWS, CLASSES = 60, 12, 4
 
-# A model of one's own; HOLDFAST_TEST_* make it slow, or take the disk away after some passes.
+# A model of one's own; KEEPCOVER_TEST_* make it slow, or take the disk away after some passes.
 MODULE = """
 import os, resource, time
 import torch
@@ -41,8 +41,8 @@ class Linear(torch.nn.Module):
 
     def forward(self, images):
         self.passes += 1
-        time.sleep(float(os.environ.get("HOLDFAST_TEST_SLEEP", "0")))
-        if self.passes == int(os.environ.get("HOLDFAST_TEST_FULL_AT", "0")):
+        time.sleep(float(os.environ.get("KEEPCOVER_TEST_SLEEP", "0")))
+        if self.passes == int(os.environ.get("KEEPCOVER_TEST_FULL_AT", "0")):
             resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
         return self.layer(images.flatten(1))
 
@@ -71,9 +71,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def arguments(place: Path, out: str = "store", **options: Any) -> list[str]:
     """The command; keyword arguments replace options, True is a flag, None leaves one out."""
     chosen: dict[str, Any] = {
-        "model": "slow_models:make", "data": place / "toy.safetensors", "sigma": 0.25, "draws": DRAWS, "out": place / out,
-        "chunk_images": 10, "chunk_draws": 4, "batch_size": 16, **options,
-    }  # fmt: skip
+        "model": "slow_models:make",
+        "data": place / "toy.safetensors",
+        "sigma": 0.25,
+        "draws": DRAWS,
+        "out": place / out,
+        "chunk_images": 10,
+        "chunk_draws": 4,
+        "batch_size": 16,
+        **options,
+    }
     words = ["smooth"]
     for name, value in chosen.items():
         if value is not None:
@@ -85,10 +92,15 @@ def start(place: Path, words: Sequence[str], **environment: str) -> subprocess.P
     source = Path(__file__).resolve().parents[1] / "src"
     paths = os.pathsep.join([str(place), str(source)])
     return subprocess.Popen(
-        [sys.executable, "-m", "holdfast", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "keepcover", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored by all that a shell runs in the background
-    )  # fmt: skip
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored by all that a shell runs in the background
+    )
 
 
 def chunks(root: Path) -> list[Path]:
@@ -106,7 +118,7 @@ def test_killed_twice_and_resumed_is_as_if_never_killed(place: Path, capsys: pyt
     assert total == 18
     survivors: dict[str, bytes] = {}
     for least in (2, 7):
-        process = start(place, arguments(place, "killed"), HOLDFAST_TEST_SLEEP="0.15")
+        process = start(place, arguments(place, "killed"), KEEPCOVER_TEST_SLEEP="0.15")
         deadline = time.monotonic() + 90
         while len(chunks(place / "killed")) < least:
             assert process.poll() is None, process.communicate()
@@ -127,7 +139,7 @@ def test_killed_twice_and_resumed_is_as_if_never_killed(place: Path, capsys: pyt
 
 
 def test_ctrl_c_says_that_it_stopped(place: Path) -> None:
-    process = start(place, arguments(place, "stopped"), HOLDFAST_TEST_SLEEP="0.15")
+    process = start(place, arguments(place, "stopped"), KEEPCOVER_TEST_SLEEP="0.15")
     deadline = time.monotonic() + 90
     while not chunks(place / "stopped"):
         assert process.poll() is None, process.communicate()
@@ -145,7 +157,7 @@ def test_ctrl_c_says_that_it_stopped(place: Path) -> None:
 
 def test_a_full_disk_stops_it_and_the_store_goes_on_later(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The operating system refuses files above 500 bytes from the 12th pass on."""
-    process = start(place, arguments(place), HOLDFAST_TEST_FULL_AT="12")
+    process = start(place, arguments(place), KEEPCOVER_TEST_FULL_AT="12")
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (2, "")
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
@@ -170,9 +182,21 @@ def test_a_full_disk_stops_it_and_the_store_goes_on_later(place: Path, capsys: p
 def test_json_says_where_and_what(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = as_json(capsys, *arguments(place))
     assert set(facts) == {
-        "store", "images", "draws", "classes", "chunks", "bytes", "key", "chunk_images", "chunk_draws", "computed_chunks",
-        "reused_chunks", "damaged", "seconds", "noisy_images_per_second",
-    }  # fmt: skip
+        "store",
+        "images",
+        "draws",
+        "classes",
+        "chunks",
+        "bytes",
+        "key",
+        "chunk_images",
+        "chunk_draws",
+        "computed_chunks",
+        "reused_chunks",
+        "damaged",
+        "seconds",
+        "noisy_images_per_second",
+    }
     assert (facts["images"], facts["draws"], facts["classes"], facts["chunks"]) == (IMAGES, DRAWS, CLASSES, 18)
     assert facts["bytes"] == sum(path.stat().st_size for path in chunks(place / "store"))
     assert facts["noisy_images_per_second"] > 0
@@ -196,7 +220,7 @@ def test_text_says_where_what_and_how_fast(place: Path, capsys: pytest.CaptureFi
     assert "60 images x 12 draws x 4 classes, float16" in lines[1]
     assert "18 chunks computed, 0 reused" in lines[2]
     assert lines[2].endswith("noisy images/s")
-    assert lines[3] == f"next     holdfast evaluate {folder} --sigma 0.25 --epsilon 0.125"
+    assert lines[3] == f"next     keepcover evaluate {folder} --sigma 0.25 --epsilon 0.125"
     code, text, _ = run(capsys, *arguments(place))
     assert code == 0
     assert "nothing to do: all of it was there" in text
@@ -216,8 +240,13 @@ def test_a_finished_store_needs_no_pass(place: Path, capsys: pytest.CaptureFixtu
 
 def test_other_settings_get_their_own_store(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes: list[dict[str, Any]] = [
-        {}, {"sigma": 0.5}, {"seed": 1}, {"autocast": "bfloat16"}, {"channels_last": True}, {"images": 30}
-    ]  # fmt: skip
+        {},
+        {"sigma": 0.5},
+        {"seed": 1},
+        {"autocast": "bfloat16"},
+        {"channels_last": True},
+        {"images": 30},
+    ]
     stores = [as_json(capsys, *arguments(place, draws=4, **change)) for change in changes]
     assert len({facts["store"] for facts in stores}) == len(changes)
     assert all(facts["reused_chunks"] == 0 for facts in stores)

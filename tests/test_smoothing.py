@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast.arrivals import Gathered
-from holdfast.errors import HoldfastWarning, InputError
-from holdfast.experiments.remember import RememberingSmoother
-from holdfast.inputs import Batch
-from holdfast.noise import Stream
-from holdfast.progress import Bar
-from holdfast.smoothing import Smoother, evaluation_mode, fingerprint
+from keepcover.engine.arrivals import Gathered
+from keepcover.engine.inputs import Batch
+from keepcover.engine.memory import RememberingSmoother
+from keepcover.engine.progress import Bar
+from keepcover.engine.smoother import Smoother, evaluation_mode, fingerprint
+from keepcover.errors import InputError, KeepcoverWarning
+from keepcover.noise.stream import Stream
 
 patient = settings(deadline=None, derandomize=True, max_examples=30)
 SHAPE = (1, 4, 4)
@@ -273,7 +273,7 @@ def flags(model: nn.Module) -> list[bool]:
 def test_train_mode_is_warned_about_left_and_restored() -> None:
     model, images, stream = half_trained(), toy(5)[0], Stream(0, "test")
     before = flags(model)
-    with pytest.warns(HoldfastWarning, match=r"left in train mode.*Call model.eval\(\) first"):
+    with pytest.warns(KeepcoverWarning, match=r"left in train mode.*Call model.eval\(\) first"):
         found = Smoother(model, 0.2).logits(images, 4, stream)
     assert flags(model) == before
     assert len(set(before)) == 2
@@ -284,12 +284,12 @@ def test_flags_are_restored_when_reading_stops_early_or_the_model_fails() -> Non
     model = half_trained()
     before = flags(model)
     with closing(Smoother(model, 0.2, batch_size=4).stream(toy(9)[0], 4, Stream(0, "test"))) as chunks:
-        with pytest.warns(HoldfastWarning, match="train mode"):
+        with pytest.warns(KeepcoverWarning, match="train mode"):
             next(chunks)
         assert not any(flags(model))
     assert flags(model) == before
     with (
-        pytest.warns(HoldfastWarning, match="train mode"),
+        pytest.warns(KeepcoverWarning, match="train mode"),
         pytest.raises(InputError, match=r"fails on inputs \[4, 7, 4, 4\]"),
     ):
         Smoother(model, 0.2).logits(torch.zeros(2, 7, 4, 4), 2, Stream(0, "test"))
@@ -382,7 +382,7 @@ def test_images_that_carry_no_guarantee_are_refused(images: Tensor, match: str) 
 def test_images_in_other_units_are_warned_about() -> None:
     images = torch.rand(3, *SHAPE)
     for scaled, match in ((images * 255, "0-255"), ((images - 0.5) / 0.1, "normalised already")):
-        with pytest.warns(HoldfastWarning, match=match):
+        with pytest.warns(KeepcoverWarning, match=match):
             Smoother(nearest(), 0.2).reduce(scaled, 3, Stream(0, "test"), lambda batch, logits: logits)
 
 
@@ -483,7 +483,7 @@ def test_the_bar_waits_two_seconds_and_wipes_its_line(
 ) -> None:
     terminal, clock = Terminal(), [0.0]
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr("holdfast.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("keepcover.engine.progress.time.monotonic", lambda: clock[0])
     with Bar("smoothing", total) as bar:
         clock[0] = 1.9
         bar.advance(2)
@@ -498,7 +498,7 @@ def test_the_bar_is_silent_where_nobody_watches(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr("holdfast.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("keepcover.engine.progress.time.monotonic", lambda: clock[0])
     with Bar("smoothing", 3) as bar:
         clock[0] = 60.0
         bar.advance()

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from scipy.special import ndtri
 from torch import Tensor
 
-from holdfast.errors import InputError
-from holdfast.training.conformal import RCT, ConfTr, ExactRCT
-from holdfast.training.soft import isotonic, soft_quantile, soft_rank, soft_sort
+from keepcover.errors import InputError
+from keepcover.training.conformal import RCT, ConfTr, ExactRCT
+from keepcover.training.soft import isotonic, soft_quantile, soft_rank, soft_sort
 
 vectors = st.lists(st.floats(-5, 5, allow_nan=False, width=32), min_size=1, max_size=24)
 
@@ -120,7 +120,7 @@ def test_conftr_is_rct_without_noise_attack_and_probit() -> None:
 def test_exact_loss_thresholds_order_statistics() -> None:
     logits, labels = batch(8)
     loss = ExactRCT(c=1, kappa_count=3, level=0.2, strength=1e-4)(logits, labels)
-    from holdfast.scores import log_odds
+    from keepcover.scores.scores import log_odds
 
     ordered = log_odds(logits).transpose(1, 2).sort(dim=-1, descending=True).values
     own = ordered[:20, :, 1].gather(1, labels[:20, None])[:, 0].sort().values

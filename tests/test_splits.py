@@ -11,10 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from holdfast.conformal import conformal_quantile
-from holdfast.draws import Draws
-from holdfast.errors import InputError
-from holdfast.experiments.splits import (
+from keepcover.errors import InputError
+from keepcover.evaluation.splits import (
     Attacked,
     Request,
     Row,
@@ -23,10 +21,12 @@ from holdfast.experiments.splits import (
     evaluate_requests,
     random_splits,
 )
-from holdfast.methods import METHODS, Exact, Setting
-from holdfast.scores import hps, log_odds
-from holdfast.transforms import PTT
-from holdfast.tuning import Holdout
+from keepcover.guarantee import conformal_quantile
+from keepcover.methods import METHODS, Exact, Setting
+from keepcover.methods.holdout import Holdout
+from keepcover.scores.draws import Draws
+from keepcover.scores.scores import hps, log_odds
+from keepcover.scores.transforms import PTT
 
 N, DRAWS, CLASSES = 600, 8, 5
 ASK = {"sigma": 0.25, "epsilon": 0.05, "holdout": 100, "splits": 3}
@@ -280,9 +280,12 @@ def test_uncertified_sizes_on_cifar10(
 def test_requests_at_other_draws_and_radii_are_those_of_separate_runs(data: tuple[Tensor, Tensor]) -> None:
     """One pass over the scores serves every (method, draws, epsilon): the same rows as one call each."""
     requests = [
-        Request("exact", 0.25, draws=4), Request("exact", 0.125, draws=8), Request("rscp", 0.25, "ptt", draws=4),
-        Request("rscp_plus_bernstein", 0.125, "ptt"), Request("exact_asymmetric", 0.25, draws=1, calibration_draws=8),
-    ]  # fmt: skip
+        Request("exact", 0.25, draws=4),
+        Request("exact", 0.125, draws=8),
+        Request("rscp", 0.25, "ptt", draws=4),
+        Request("rscp_plus_bernstein", 0.125, "ptt"),
+        Request("exact_asymmetric", 0.25, draws=1, calibration_draws=8),
+    ]
     options: dict[str, Any] = {"sigma": 0.5, "splits": 3, "holdout": 40, "alpha": 0.2}
     together = evaluate_requests(*data, requests, **options)
     apart = [evaluate_requests(*data, [request], **options)[0] for request in requests]
@@ -293,9 +296,13 @@ def test_requests_at_other_draws_and_radii_are_those_of_separate_runs(data: tupl
 def test_a_temperature_is_its_own_transform(data: tuple[Tensor, Tensor]) -> None:
     """Two PTTs in one call do not share a table: a flat one is not the steep one."""
     steep, flat = evaluate_requests(
-        *data, [Request("rscp", 0.25, "ptt", T=1 / 400), Request("rscp", 0.25, "ptt", T=10.0)], sigma=0.5, splits=3,
-        holdout=40, alpha=0.2,
-    )  # fmt: skip
+        *data,
+        [Request("rscp", 0.25, "ptt", T=1 / 400), Request("rscp", 0.25, "ptt", T=10.0)],
+        sigma=0.5,
+        splits=3,
+        holdout=40,
+        alpha=0.2,
+    )
     assert steep[0].size != flat[0].size
 
 

@@ -23,13 +23,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast.errors import HoldfastWarning, InputError
-from holdfast.experiments.splits import evaluate_methods
-from holdfast.logits_file import read_arrays
-from holdfast.noise import Stream
-from holdfast.smoothing import Smoother
-from holdfast.store import Chunk, LogitStore, StoreKey, StoreReader, data_fingerprint, folder, read_logits
-from holdfast.store.grid import Grid
+from keepcover.engine.smoother import Smoother
+from keepcover.errors import InputError, KeepcoverWarning
+from keepcover.evaluation.splits import evaluate_methods
+from keepcover.noise.stream import Stream
+from keepcover.store import Chunk, LogitStore, StoreKey, StoreReader, data_fingerprint, folder, read_logits
+from keepcover.store.grid import Grid
+from keepcover.store.logits_file import read_arrays
 
 from .test_smoothing import SHAPE, network, toy
 
@@ -107,9 +107,11 @@ def writing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @patient
 @given(
-    st.integers(1, 40), st.integers(1, 12), st.integers(1, 9),
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.integers(1, 9),
     st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), min_size=1, max_size=5),
-)  # fmt: skip
+)
 def test_chunks_tile_what_was_asked_for(images: int, wide: int, tall: int, asks: list[tuple[int, int]]) -> None:
     """Whatever was asked in whatever order, every (image, draw) asked for is in exactly one chunk, and no other is."""
     grid, there = Grid(images, wide, tall), []
@@ -177,8 +179,10 @@ def test_rows_may_be_slices_and_ranges(whole: Path) -> None:
 @pytest.mark.parametrize("kind", ["pair", "arrays", "dataset"])
 def test_data_may_come_in_any_form_that_can_be_read_in_any_order(kind: str, whole: Path, tmp_path: Path) -> None:
     forms: dict[str, Any] = {
-        "pair": DATA, "arrays": (DATA[0].numpy(), DATA[1].numpy()), "dataset": TensorDataset(*DATA)
-    }  # fmt: skip
+        "pair": DATA,
+        "arrays": (DATA[0].numpy(), DATA[1].numpy()),
+        "dataset": TensorDataset(*DATA),
+    }
     run = smoother()
     store = LogitStore.open(tmp_path, StoreKey.of(run, forms[kind], 0), **GRID)
     store.fill(run, forms[kind], 8)
@@ -213,7 +217,7 @@ def test_logits_beyond_float16_are_refused_not_clamped(tmp_path: Path) -> None:
 
 
 def test_a_chunk_is_a_logits_file(whole: Path) -> None:
-    """Any program that reads safetensors can read it, and so can `holdfast evaluate`."""
+    """Any program that reads safetensors can read it, and so can `keepcover evaluate`."""
     path = next(whole.rglob("images-00000005-00000010.draws-000004*"))
     logits, labels = read_arrays(path, "logits", "labels")
     assert torch.equal(logits, expected(range(4, 8))[5:10])
@@ -346,7 +350,7 @@ def test_no_byte_of_a_chunk_can_change_unnoticed(small: Path) -> None:
     for at, change in flips(len(honest), random.Random(0)):
         path.write_bytes(honest[:at] + bytes([honest[at] ^ change]) + honest[at + 1 :])
         store = LogitStore.at(small)
-        with pytest.raises(InputError, match=f"{path.name} is damaged: .*holdfast smooth"):
+        with pytest.raises(InputError, match=f"{path.name} is damaged: .*keepcover smooth"):
             store.read()
         if at % 40 == 0:
             assert list(store.verify()) == [path.name], at
@@ -359,7 +363,7 @@ def test_no_byte_of_the_index_can_change_unnoticed(small: Path) -> None:
     honest = path.read_bytes()
     for at, change in flips(len(honest), random.Random(1)):
         path.write_bytes(honest[:at] + bytes([honest[at] ^ change]) + honest[at + 1 :])
-        with pytest.warns(HoldfastWarning, match=r"index\.json is damaged"):
+        with pytest.warns(KeepcoverWarning, match=r"index\.json is damaged"):
             store = LogitStore.at(small)
         if at % 40 == 0:
             assert list(store.verify()) == ["index.json"]
@@ -791,7 +795,7 @@ def test_chunks_that_overlap_are_read_the_same_way_every_time(copy: Path) -> Non
 def test_a_store_needs_neither_typer_nor_rich() -> None:
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('typer', 'rich', 'sklearn', 'jinja2', 'matplotlib')));"
-        "import tempfile, torch; from holdfast.smoothing import Smoother; from holdfast.store import LogitStore, StoreKey;"
+        "import tempfile, torch; from keepcover.engine.smoother import Smoother; from keepcover.store import LogitStore, StoreKey;"
         "run = Smoother(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3)), 0.5);"
         "data = (torch.rand(6, 1, 2, 2), torch.zeros(6).long()); root = tempfile.mkdtemp();"
         "store = LogitStore.open(root, StoreKey.of(run, data, 0)); store.fill(run, data, 2); print(tuple(store.read().shape))"

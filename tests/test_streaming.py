@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast.errors import InputError
-from holdfast.experiments import stored, streaming
-from holdfast.experiments.splits import evaluate_methods
-from holdfast.experiments.stored import evaluate_logits
-from holdfast.experiments.streaming import Question, evaluate_store, evaluate_streaming
-from holdfast.methods import METHODS
-from holdfast.noise import Stream
-from holdfast.scores import CustomScore
-from holdfast.smoothing import Smoother
-from holdfast.store import LogitStore, StoreKey
+from keepcover.engine.smoother import Smoother
+from keepcover.errors import InputError
+from keepcover.evaluation.splits import evaluate_methods
+from keepcover.evaluation.stored import evaluate_logits
+from keepcover.evaluation.streaming import Question, evaluate_store, evaluate_streaming
+from keepcover.methods import METHODS
+from keepcover.noise.stream import Stream
+from keepcover.paper import stored, streaming
+from keepcover.scores.scores import CustomScore
+from keepcover.store import LogitStore, StoreKey
 
 from .test_smoothing import nearest, network, toy
 
@@ -62,9 +62,11 @@ def test_rows_do_not_depend_on_how_the_data_stream(
     data: tuple[Tensor, Tensor], batch_size: int | None, draws: tuple[int | None, int | None]
 ) -> None:
     ask: dict[str, Any] = {
-        "epsilon": 0.05, "draws": draws[0], "calibration_draws": draws[1],
+        "epsilon": 0.05,
+        "draws": draws[0],
+        "calibration_draws": draws[1],
         "methods": ("cp", "cp_smoothed", "rscp_plus_hoeffding", "exact", "exact_asymmetric"),
-    }  # fmt: skip
+    }
     rows = evaluate_streaming(smoother(batch_size=batch_size), data, Question(**ask), draws=DRAWS, **OVER)
     assert rows == evaluate_methods(kept(data), data[1], sigma=SIGMA, **ask, **OVER)
 
@@ -105,9 +107,13 @@ def test_a_deeper_network_gives_the_same_rows(data: tuple[Tensor, Tensor]) -> No
     request = Question(0.02, methods=("exact", "rscp", "cp"))
     rows = evaluate_streaming(run, (images, labels), request, draws=4, **OVER)
     want = evaluate_methods(
-        Smoother(network(), SIGMA).logits(images, 4, Stream(SEED, "test")), labels, sigma=SIGMA, epsilon=0.02,
-        methods=request.methods, **OVER,
-    )  # fmt: skip
+        Smoother(network(), SIGMA).logits(images, 4, Stream(SEED, "test")),
+        labels,
+        sigma=SIGMA,
+        epsilon=0.02,
+        methods=request.methods,
+        **OVER,
+    )
     for found, row in zip(rows, want, strict=True):
         assert found.size.mean == pytest.approx(row.size.mean, abs=0.02)
         assert found.coverage.mean == pytest.approx(row.coverage.mean, abs=0.02)
@@ -145,9 +151,18 @@ def test_a_store_streams(store: LogitStore, piece: int, monkeypatch: pytest.Monk
 
 def test_large_stores_are_streamed_and_small_ones_are_not(store: LogitStore, monkeypatch: pytest.MonkeyPatch) -> None:
     ask: dict[str, Any] = {
-        "sigma": None, "epsilon": 0.1, "alpha": 0.1, "beta": 0.001, "score": "hps", "methods": ["exact", "rscp"],
-        "transforms": ("none", "ptt"), "draws": None, "calibration_draws": None, "redraw_holdout": False, **OVER,
-    }  # fmt: skip
+        "sigma": None,
+        "epsilon": 0.1,
+        "alpha": 0.1,
+        "beta": 0.001,
+        "score": "hps",
+        "methods": ["exact", "rscp"],
+        "transforms": ("none", "ptt"),
+        "draws": None,
+        "calibration_draws": None,
+        "redraw_holdout": False,
+        **OVER,
+    }
     want = evaluate_logits(store.folder, **ask)
     assert (want.images, want.sigma) == (N, SIGMA)
     streamed = []

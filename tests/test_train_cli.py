@@ -1,4 +1,4 @@
-"""``holdfast train``: files and their cards, runs killed and resumed, networks of one's own, errors in one line."""
+"""``keepcover train``: files and their cards, runs killed and resumed, networks of one's own, errors in one line."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from holdfast import cli
-from holdfast.models import SmallCNN, load_head, load_weights
-from holdfast.specs import load_parts
-from holdfast.training.base import noisy_accuracy
+from keepcover import cli
+from keepcover.models import SmallCNN, load_head, load_weights
+from keepcover.specs import load_parts
+from keepcover.training.base import noisy_accuracy
 
 from .test_cli import as_json, refused, run
 
@@ -27,26 +27,26 @@ BASE = ["train", "base", "--sigma", "0.25"]
 ATTACK = ["--sigma", "0.25", "--epsilon", "0.125"]
 QUICK = ["--epochs", "3", "--batch-size", "200", "--views", "2"]
 
-# Networks of one's own; HOLDFAST_TEST_SLEEP makes them slow.
+# Networks of one's own; KEEPCOVER_TEST_SLEEP makes them slow.
 MODULE = """
 import os, time
 import torch
 from torch import nn
-from holdfast.models import load_weights
+from keepcover.models import load_weights
 
 class Net(nn.Sequential):
     def __init__(self, classes=10):
         super().__init__(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, classes))
 
     def forward(self, images):
-        time.sleep(float(os.environ.get("HOLDFAST_TEST_SLEEP", "0")))
+        time.sleep(float(os.environ.get("KEEPCOVER_TEST_SLEEP", "0")))
         return super().forward(images)
 
 def make():
     return Net()
 
 def trained():
-    return load_weights(Net(), os.environ["HOLDFAST_TEST_WEIGHTS"])
+    return load_weights(Net(), os.environ["KEEPCOVER_TEST_WEIGHTS"])
 
 def five():
     return Net(5)
@@ -183,15 +183,21 @@ def test_killed_and_resumed_is_as_if_never_killed(own: Path) -> None:
     words = [*BASE, "--model", "own_nets:make", "--epochs", "30", "--checkpoint-seconds", "0"]
     source = Path(__file__).resolve().parents[1] / "src"
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join([str(own), str(source)]), "OMP_NUM_THREADS": "1",
-        "HOLDFAST_TEST_SLEEP": "0.04",
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(own), str(source)]),
+        "OMP_NUM_THREADS": "1",
+        "KEEPCOVER_TEST_SLEEP": "0.04",
+    }
 
     def whole(name: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "holdfast", *words, "--out", str(own / name)], capture_output=True, text=True, timeout=120,
-            env={**environment, "HOLDFAST_TEST_SLEEP": "0"}, check=False,
-        )  # fmt: skip
+            [sys.executable, "-m", "keepcover", *words, "--out", str(own / name)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**environment, "KEEPCOVER_TEST_SLEEP": "0"},
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         return done.stderr
 
@@ -199,9 +205,11 @@ def test_killed_and_resumed_is_as_if_never_killed(own: Path) -> None:
     checkpoint, seen = own / "killed.checkpoint.safetensors", b""
     for _ in range(2):
         process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast", *words, "--out", str(own / "killed.safetensors")],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
-        )  # fmt: skip
+            [sys.executable, "-m", "keepcover", *words, "--out", str(own / "killed.safetensors")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+        )
         deadline = time.monotonic() + 90
         while not checkpoint.is_file() or checkpoint.read_bytes() == seen:
             assert process.poll() is None, process.communicate()
@@ -244,7 +252,7 @@ def test_ones_own_network_trains_and_gets_a_head(
     card = as_json(capsys, *BASE, "--model", "own_nets:make", "--epochs", "10", "--batch-size", "64", "--out", out)
     assert card["architecture"] == "own_nets:make"
     assert card["top1_accuracy_one_noisy_draw_test"] > 0.5
-    monkeypatch.setenv("HOLDFAST_TEST_WEIGHTS", str(out))
+    monkeypatch.setenv("KEEPCOVER_TEST_WEIGHTS", str(out))
     head = own / "head.safetensors"
     made = as_json(capsys, "train", "rct", *ATTACK, *QUICK, "--model", "own_nets:trained", "--out", head)
     assert made["base"] == "own_nets:trained"
@@ -276,9 +284,7 @@ def test_networks_that_cannot_be_trained_are_refused(
 def test_ones_own_function_loads_its_own_weights(
     command: list[str], own: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = refused(
-        capsys, *command, "--model", "own_nets:make", "--weights", base, "--out", own / "out.safetensors"
-    )  # fmt: skip
+    line = refused(capsys, *command, "--model", "own_nets:make", "--weights", base, "--out", own / "out.safetensors")
     assert "a function loads its own" in line
 
 
@@ -296,7 +302,7 @@ def test_ones_own_function_loads_its_own_weights(
         (["--batch-size", "2000"], ["one batch of 2000", "got 719"]),
         (["--data", "nowhere"], ["digits", "nowhere"]),
         (["--data", "cifar10"], ["--data-dir"]),
-        (["--weights", "nowhere"], ["no weights at nowhere", "HOLDFAST_WEIGHTS"]),
+        (["--weights", "nowhere"], ["no weights at nowhere", "KEEPCOVER_WEIGHTS"]),
         (["--weights", "cifar10-resnet110-sigma0.25"], ["does not fit SmallCNN", "missing", "unknown"]),
         (["--device", "cuda:99"], ["cuda:99", "--device cpu"]),
         (["--device", "abacus"], ["abacus", "--device cpu"]),
@@ -304,8 +310,12 @@ def test_ones_own_function_loads_its_own_weights(
     ],
 )
 def test_bad_input_to_base_is_refused(
-    options: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+    options: list[str],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     line = refused(capsys, *BASE, "--epochs", "1", "--out", "out.safetensors", *options)
     assert all(word in line for word in words), line
@@ -334,13 +344,15 @@ def test_bad_input_to_base_is_refused(
     ],
 )
 def test_bad_input_to_heads_is_refused(
-    options: list[str], words: list[str], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    words: list[str],
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
-    line = refused(
-        capsys, "train", "rct", *ATTACK, *QUICK, "--weights", base, "--out", "out.safetensors", *options
-    )  # fmt: skip
+    line = refused(capsys, "train", "rct", *ATTACK, *QUICK, "--weights", base, "--out", "out.safetensors", *options)
     assert all(word in line for word in words), line
     assert not list(tmp_path.iterdir())
 

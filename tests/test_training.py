@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from holdfast.errors import InputError
-from holdfast.training import fit_under_noise
+from keepcover.errors import InputError
+from keepcover.training import fit_under_noise
 
 from .test_smoothing import toy
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from holdfast.errors import InputError
-from holdfast.transforms import PTT, random_rank, rank, sigmoid
+from keepcover.errors import InputError
+from keepcover.scores.transforms import PTT, random_rank, rank, sigmoid
 
 patient = settings(deadline=None, derandomize=True)
 

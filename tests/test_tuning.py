@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.draws import Draws
-from holdfast.errors import InputError
-from holdfast.tuning import Holdout
+from keepcover.errors import InputError
+from keepcover.methods.holdout import Holdout
+from keepcover.scores.draws import Draws
 
 
 def tiny(seed: int, ties: bool, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

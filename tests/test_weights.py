@@ -12,12 +12,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from holdfast.errors import InputError
-from holdfast.models import CifarResNet, last_linear, load_head, load_weights
-from holdfast.smoothing import fingerprint
-from holdfast.training.base import Recipe
-from holdfast.training.heads import HeadRecipe
-from holdfast.training.run import ConformalRequest
+from keepcover.engine.smoother import fingerprint
+from keepcover.errors import InputError
+from keepcover.models import CifarResNet, last_linear, load_head, load_weights
+from keepcover.training.base import Recipe
+from keepcover.training.heads import HeadRecipe
+from keepcover.training.run import ConformalRequest
 
 from .conftest import ASSETS
 
@@ -32,7 +32,7 @@ def base_file(name: str) -> Path:
     for folder in (FOLDER, ASSETS / "models"):
         if (folder / f"{name}.safetensors").is_file():
             return folder / f"{name}.safetensors"
-    pytest.skip(f"{name} is not in the repository, nor under {ASSETS}/models; set HOLDFAST_ASSETS to its folder")
+    pytest.skip(f"{name} is not in the repository, nor under {ASSETS}/models; set KEEPCOVER_ASSETS to its folder")
 
 
 def base_model(name: str, classes: int) -> CifarResNet:
@@ -113,6 +113,6 @@ def test_every_head_names_its_backbone() -> None:
     named: dict[str, set[str]] = {}
     for name in HEADS:
         with safe_open(FOLDER / f"{name}.safetensors", framework="pt") as file:
-            named.setdefault(CARDS[name]["base"], set()).add(json.loads(file.metadata()["holdfast"])["backbone"])
+            named.setdefault(CARDS[name]["base"], set()).add(json.loads(file.metadata()["keepcover"])["backbone"])
     assert all(len(backbones) == 1 for backbones in named.values())
     assert len(set.union(*named.values())) == len(named) == 5

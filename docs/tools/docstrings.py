@@ -15,12 +15,52 @@ EXAMPLE = re.compile(r"^Example:$", re.MULTILINE)
 GROUP = re.compile(r"^( {4})(\w+(?:, \w+)+)(: .*(?:\n {5,}\S.*)*)$", re.MULTILINE)
 
 SYMBOLS = {
-    "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "eta": "η", "kappa": "κ", "lambda": "λ", "mu": "μ",
-    "pi": "π", "rho": "ρ", "sigma": "σ", "tau": "τ", "theta": "θ", "Phi": "Φ", "Pi": "Π", "le": "≤", "ge": "≥", "ne": "≠",
-    "sim": "∼", "circ": "∘", "mapsto": "↦", "leftarrow": "←", "nabla": "∇", "dots": "…", "lfloor": "⌊", "rfloor": "⌋",
-    "sum": "Σ", "sqrt": "√", "in": "∈", "infty": "∞", "cdot": "·", "times": "×", "quad": "\u2003", "qquad": "\u2003",
-    "sup": "sup", "max": "max", "min": "min", "log": "log", "ln": "ln", "left": "", "right": "", "bigl": "", "bigr": "", "textstyle": "",
-}  # fmt: skip
+    "alpha": "α",
+    "beta": "β",
+    "gamma": "γ",
+    "delta": "δ",
+    "epsilon": "ε",
+    "eta": "η",
+    "kappa": "κ",
+    "lambda": "λ",
+    "mu": "μ",
+    "pi": "π",
+    "rho": "ρ",
+    "sigma": "σ",
+    "tau": "τ",
+    "theta": "θ",
+    "Phi": "Φ",
+    "Pi": "Π",
+    "le": "≤",
+    "ge": "≥",
+    "ne": "≠",
+    "sim": "∼",
+    "circ": "∘",
+    "mapsto": "↦",
+    "leftarrow": "←",
+    "nabla": "∇",
+    "dots": "…",
+    "lfloor": "⌊",
+    "rfloor": "⌋",
+    "sum": "Σ",
+    "sqrt": "√",
+    "in": "∈",
+    "infty": "∞",
+    "cdot": "·",
+    "times": "×",
+    "quad": "\u2003",
+    "qquad": "\u2003",
+    "sup": "sup",
+    "max": "max",
+    "min": "min",
+    "log": "log",
+    "ln": "ln",
+    "left": "",
+    "right": "",
+    "bigl": "",
+    "bigr": "",
+    "textstyle": "",
+}
 ACCENTS = {"hat": "\u0302", "tilde": "\u0303", "overline": "\u0305"}
 PUNCTUATION = {",": "\u2009", ";": "\u2009", " ": " ", "|": "‖", "#": "#", "{": "\\{", "}": "\\}"}
 INNER = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # braces, with at most one pair inside
@@ -63,7 +103,7 @@ def rendered(text: str, module: str = "") -> str:
     """
 
     def link(match: re.Match[str]) -> str:
-        full = match[1] if match[1].startswith("holdfast") else f"{module}.{match[1]}"
+        full = match[1] if match[1].startswith("keepcover") else f"{module}.{match[1]}"
         return f'<autoref identifier="{full}" optional><code>{match[1]}</code></autoref>'
 
     text = ROLE.sub(link, text)

@@ -15,7 +15,7 @@ def draw() -> Any:
     """Two panels with the same two densities: what lies left of the line is covered."""
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "holdfast", "font.size": 10})
+    plt.rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "keepcover", "font.size": 10})
     x = np.linspace(-3.2, 4.2, 400)
     ordinary = norm.ppf(1 - ALPHA)
     figure, axes = plt.subplots(1, 2, figsize=(8.4, 2.9), sharey=True)

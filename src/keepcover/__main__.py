@@ -1,0 +1,27 @@
+"""``python -m keepcover`` and the ``keepcover`` command."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+
+def _one_line(message: Warning | str, *_: object, **__: object) -> None:
+    sys.stderr.write(f"warning: {message}\n")
+
+
+def main() -> int:
+    """Run the command line, or say what it needs."""
+    try:
+        from keepcover.cli import main as run
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").split(".")[0] not in ("typer", "rich"):
+            raise
+        sys.stderr.write("error: the command line needs typer and rich: pip install 'keepcover[cli]'\n")
+        return 2
+    warnings.showwarning = _one_line  # where in the code a warning arose helps nobody here
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The demo: train, calibrate every method, attack for real, on scikit-learn's digits. About a minute on two cores."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keepcover.attacks.audit import Audit, audit
+from keepcover.cli.side_by_side import summary_rows
+from keepcover.data import Labelled, digits
+from keepcover.engine.memory import RememberingSmoother
+from keepcover.errors import KeepcoverWarning
+from keepcover.models import SmallCNN
+from keepcover.noise.stream import Stream
+from keepcover.prediction.calibration import calibrate
+from keepcover.prediction.predictor import Predictor
+from keepcover.scores.transforms import PTT
+from keepcover.tasks.metrics import Evaluation
+from keepcover.training import fit_under_noise
+
+ALPHA, EPSILON, SIGMA = 0.1, 0.5, 0.5
+RADII = (0.5, 0.125, 0.25, 0.375)  # the first is the one that is attacked
+ATTACKED = 250
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the demo: a method with its budget."""
+
+    name: str
+    method: str
+    draws: int
+    sigma: float = SIGMA
+
+
+ENTRIES = (
+    Entry("vanilla CP", "cp", 1, sigma=0.0),
+    Entry("smoothed CP", "cp_smoothed", 64),
+    Entry("RSCP + PTT", "rscp", 64),
+    Entry("RSCP+ Hoeffding + PTT", "rscp_plus_hoeffding", 256),
+    Entry("RSCP+ Bernstein + PTT", "rscp_plus_bernstein", 256),
+    Entry("BinCP", "bincp", 256),
+    Entry("CAS + PTT", "cas", 256),
+    Entry("RCP1", "rcp1", 1),
+    Entry("exact, 1 draw", "exact_asymmetric", 1),
+    Entry("exact, 4 draws", "exact_asymmetric", 4),
+    Entry("exact (hull), 16 draws", "exact", 16),
+    Entry("exact, 16 draws", "auto", 16),
+)
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """Everything the table and the report show."""
+
+    data: Labelled
+    model: nn.Module
+    accuracy: float
+    predictors: dict[str, Predictor]
+    clean: dict[str, Evaluation]
+    curves: dict[str, list[tuple[float, float]]]
+    audit: Audit
+    noisy_scores: tuple[Tensor, Tensor, float]
+    seconds: float
+    seed: int
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dictionary per method: what the table prints."""
+        rows = summary_rows(self.audit, EPSILON)
+        for row in rows:  # clean numbers from all test points, not only those attacked
+            measured = self.clean[row["name"]]
+            row.update(coverage=measured.coverage.__dict__, size=measured.size, full=measured.full)
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "dataset": self.data.name,
+            "alpha": ALPHA,
+            "epsilon": EPSILON,
+            "sigma": SIGMA,
+            "seed": self.seed,
+            "noisy_accuracy": self.accuracy,
+            "seconds": self.seconds,
+            "rows": self.rows(),
+            "audit": self.audit.to_dict(),
+        }
+
+
+def demo_split(seed: int = 0) -> tuple[Labelled, Labelled, Labelled, Labelled]:
+    """The digits as training, holdout, calibration and test points."""
+    train, holdout, calibration, test = digits().split(697, 100, 500, 500, seed=seed)
+    return train, holdout, calibration, test
+
+
+def demo_model(train: Labelled, seed: int = 0, progress: bool = False) -> nn.Module:
+    """A small CNN trained on them under the demo's noise: seconds on one core."""
+    torch.manual_seed(seed)
+    return fit_under_noise(SmallCNN(), *train.pair, SIGMA, epochs=60, seed=seed, progress=progress)
+
+
+def run_demo(seed: int = 0, say: Callable[[str], None] = print) -> DemoResult:
+    """Run everything; ``say`` is told what happens."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors this small cost more to share among threads than to compute
+    try:
+        return _run(seed, say)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(seed: int, say: Callable[[str], None]) -> DemoResult:
+    start = time.monotonic()
+    train, holdout, calibration, test = demo_split(seed)
+    say(f"training a small CNN on {len(train)} digits under noise of sigma {SIGMA:g}")
+    model = demo_model(train, seed)
+    smoothers = {sigma: RememberingSmoother(model, sigma) for sigma in (0.0, SIGMA)}
+    predictors: dict[str, Predictor] = {}
+    clean: dict[str, Evaluation] = {}
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for entry in sorted(ENTRIES, key=lambda entry: -entry.draws):  # most draws first: the others reuse them
+        say(f"calibrating {entry.name} ({entry.draws} draw{'s' if entry.draws > 1 else ''} per query)")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", KeepcoverWarning)  # full label sets show in the table
+            predictor = calibrate(
+                smoothers[entry.sigma],
+                calibration.pair,
+                alpha=ALPHA,
+                epsilon=RADII,
+                method=entry.method,
+                draws=entry.draws,
+                holdout=None if entry.method in ("cp", "rcp1") else holdout.pair,
+                class_names=train.class_names,
+                seed=seed + 1,
+            )
+        predictors[entry.name] = predictor
+        sets = predictor.predict_all(test.images, seed=seed + 2)
+        clean[entry.name] = sets[ALPHA, EPSILON].evaluate(test.labels)
+        curves[entry.name] = sorted((epsilon, float(s.size.double().mean())) for (_, epsilon), s in sets.items())
+    curves = {entry.name: curves[entry.name] for entry in ENTRIES}
+    predictors = {entry.name: predictors[entry.name] for entry in ENTRIES}
+    say(f"attacking {ATTACKED} test images: 20 L2 steps of length {EPSILON / 10:g} inside a ball of radius {EPSILON:g}")
+    report = audit(predictors, test[:ATTACKED].pair, steps=20, draws=16, seed=seed + 3, progress=False)
+    reference = predictors["exact, 16 draws"]
+    scores = _densities(reference, holdout)
+    accuracy = _noisy_accuracy(reference, test, seed)
+    return DemoResult(
+        digits(), model, accuracy, predictors, clean, curves, report, scores, time.monotonic() - start, seed
+    )
+
+
+def _noisy_accuracy(predictor: Predictor, test: Labelled, seed: int) -> float:
+    logits = predictor.smoother.logits(test.images, 4, Stream(seed, "test"))
+    return float((logits.argmax(-1) == test.labels[:, None]).double().mean())
+
+
+def _densities(predictor: Predictor, holdout: Labelled) -> tuple[Tensor, Tensor, float]:
+    """Noisy true-label scores of the holdout before and after a PTT fitted on their first draws."""
+    logits = predictor.smoother.logits(holdout.images, 8, Stream(0, "holdout"))
+    scores = predictor.score(logits, 0.5).gather(2, holdout.labels[:, None, None].expand(-1, 8, 1))[..., 0]
+    ptt = PTT.fit(scores[:, 0], ALPHA)
+    return scores[:, 1:].flatten(), ptt(scores[:, 1:].flatten()), ALPHA

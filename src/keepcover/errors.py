@@ -1,0 +1,11 @@
+"""What keepcover raises and warns: bad input is one exception type, dangerous input one warning type."""
+
+from __future__ import annotations
+
+
+class InputError(ValueError):
+    """Input that cannot carry a guarantee; the message says what was expected, what was found and what to do."""
+
+
+class KeepcoverWarning(UserWarning):
+    """Input that is accepted but is known to ruin results (train mode, wrong pixel range, useless accuracy)."""

@@ -1,0 +1,96 @@
+"""A smoother for many threads: one forward pass at a time, and noisy logits remembered within a budget of memory."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keepcover.engine.smoother import Classifier, Smoother
+from keepcover.noise.stream import Stream
+
+CHUNK = 32  # images; the same for any number of draws, or nothing would be found again
+MEMORY = 2**28  # bytes
+
+
+class SharedSmoother(Smoother):
+    """Noise is keyed by draw, so the first 16 of 256 remembered draws are exactly what 16 draws would have been.
+
+    Args:
+        model, sigma: as for :class:`Smoother`, as are ``options``.
+        lock: whoever runs the model holds it, smoothing or attacking; released between forward passes.
+        memory: bytes of logits kept, the least recently used dropped first.
+        look: called with the number of noisy images after every forward pass.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+        >>> smoother = SharedSmoother(model, 0.5, lock=threading.Lock())
+        >>> images, noise = torch.zeros(2, 1, 2, 2), Stream(0, "test")
+        >>> many = smoother.logits(images, 16, noise)
+        >>> torch.equal(smoother.logits(images, 4, noise), many[:, :4])
+        True
+    """
+
+    def __init__(
+        self,
+        model: Classifier,
+        sigma: float,
+        *,
+        lock: threading.Lock,
+        memory: int = MEMORY,
+        look: Callable[[int], None] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, sigma, **options)
+        self.lock, self.memory, self.look = lock, memory, look
+        self._seen: OrderedDict[tuple[str, Stream], Tensor] = OrderedDict()
+        self._bytes, self._books = 0, threading.Lock()
+
+    def images_per_chunk(self, images: Tensor, draws: int) -> int:  # noqa: ARG002
+        return CHUNK
+
+    def _chunk(self, images: Tensor, ids: Tensor, span: range, stream: Stream) -> Tensor:
+        content = hashlib.sha256(images.cpu().contiguous().numpy().tobytes() + ids.cpu().numpy().tobytes()).hexdigest()
+        key = (content, stream)
+        with self._books:
+            known = self._seen.get(key)
+            if known is not None:
+                self._seen.move_to_end(key)
+        done = 0 if known is None else known.shape[1]
+        if done < span.stop:
+            more = self._fresh(images, ids, range(done, span.stop), stream)
+            known = more if known is None else torch.cat([known, more], dim=1)
+            self._keep(key, known)
+        assert known is not None
+        return known[:, span.start : span.stop].to(self.device)
+
+    def _fresh(self, images: Tensor, ids: Tensor, span: range, stream: Stream) -> Tensor:
+        """Noisy logits in pieces of one forward pass each, so that whoever else waits for the model gets it in between."""
+        rows = self._rows(images)
+        per_step, draws = max(1, rows // len(span)), min(len(span), rows)
+        steps = []
+        for at in range(0, len(images), per_step):
+            parts = []
+            for begin in range(0, len(span), draws):
+                piece = span[begin : begin + draws]
+                with self.lock:
+                    part = super()._chunk(images[at : at + per_step], ids[at : at + per_step], piece, stream).cpu()
+                parts.append(part)
+                if self.look:
+                    self.look(part.shape[0] * part.shape[1])
+            steps.append(torch.cat(parts, dim=1))
+        return torch.cat(steps)
+
+    def _keep(self, key: tuple[str, Stream], logits: Tensor) -> None:
+        with self._books:
+            old = self._seen.pop(key, None)
+            self._bytes += logits.nbytes - (0 if old is None else old.nbytes)
+            self._seen[key] = logits
+            while self._bytes > self.memory:
+                _, dropped = self._seen.popitem(last=False)
+                self._bytes -= dropped.nbytes

@@ -1,0 +1,155 @@
+"""Limits on what clients may do: bytes, seconds, a token, repetitions. All of them bounded in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import secrets
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from torch import Tensor
+
+from keepcover.serve.problems import Problem
+
+
+class BodyLimit:
+    """ASGI middleware: counts bytes as they arrive, of one body and of all of them, and watches the clock.
+
+    Refusals are raised where the application reads the body, so they are answered like any other.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_body: int, max_bodies: int, timeout: float) -> None:
+        self.app, self.max_body, self.max_bodies, self.timeout = app, max_body, max_bodies, timeout
+        self.held = 0  # bytes of every request that is not answered yet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        body = _Body(self, scope, receive)
+        try:
+            await self.app(scope, body.receive, send)
+        finally:
+            self.held -= body.size
+
+
+class _Body:
+    """One request's body, as it is read."""
+
+    def __init__(self, limit: BodyLimit, scope: Scope, receive: Receive) -> None:
+        self.limit, self._receive, self.size, self.complete = limit, receive, 0, False
+        declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
+        self.declared = int(declared) if declared.isdigit() and len(declared) < 19 else 0
+        self.deadline: float | None = None
+
+    async def receive(self) -> Message:
+        if self.complete:  # what is left to hear is that the client hung up
+            return await self._receive()
+        self._refuse_beyond(self.declared)
+        loop = asyncio.get_running_loop()
+        self.deadline = self.deadline or loop.time() + self.limit.timeout
+        try:
+            async with asyncio.timeout_at(self.deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise Problem("slow_body", f"the body did not arrive within {self.limit.timeout:g} s") from None
+        size = len(message.get("body", b""))
+        self.size += size
+        self.limit.held += size
+        self.complete = not message.get("more_body", False)
+        self._refuse_beyond(self.size)
+        if self.limit.held > self.limit.max_bodies:
+            raise Problem("overloaded", "too many bytes are being received; try again later", retry_after=1.0)
+        return message
+
+    def _refuse_beyond(self, size: int) -> None:
+        if size > self.limit.max_body:
+            raise Problem(
+                "body_too_large", f"the body exceeds {self.limit.max_body} bytes; send fewer images per request"
+            )
+
+
+class Bearer:
+    """Whether an ``Authorization`` header carries the token, in time that does not depend on what it carries.
+
+    Example:
+        >>> bearer = Bearer("correct horse battery")
+        >>> bearer.check("Bearer correct horse battery")
+        >>> bearer.check("Bearer correct horse batterz")
+        Traceback (most recent call last):
+        keepcover.serve.problems.Problem: expected the header Authorization: Bearer TOKEN with this service's token
+    """
+
+    def __init__(self, token: str) -> None:
+        self._digest = hashlib.sha256(token.encode()).digest()
+
+    def check(self, header: str | None) -> None:
+        scheme, _, given = (header or "").partition(" ")
+        same = hmac.compare_digest(hashlib.sha256(given.encode()).digest(), self._digest)
+        if not (same and scheme.lower() == "bearer"):
+            raise Problem(
+                "unauthorized",
+                "expected the header Authorization: Bearer TOKEN with this service's token",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+
+class RepeatLimit:
+    """At most ``limit`` answers to one image for one client within ``window`` seconds.
+
+    The guarantee is per query: whoever asks about one image until a label is missing will see that sooner or later.
+    This makes it later. Images are remembered as keyed hashes; the key is drawn here and never leaves the process.
+    """
+
+    def __init__(self, limit: int, window: float, entries: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit, self.window, self.entries, self._clock = limit, window, entries, clock
+        self._key = secrets.token_bytes(32)
+        self._times: OrderedDict[bytes, list[float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def count(self, client: str, images: Tensor) -> None:
+        """Count every image of a request, or refuse the request and count none."""
+        now = self._clock()
+        asked = Counter(self._hash(client, image) for image in images)
+        for key, times in asked.items():
+            recent = [at for at in self._times.get(key, []) if at > now - self.window]
+            if len(recent) + times > self.limit:
+                wait = recent[0] + self.window - now if recent else self.window
+                raise Problem(
+                    "repeated",
+                    f"the same image at most {self.limit} times in {self.window:g} s: the guarantee is per query, and not for "
+                    "the best of many",
+                    retry_after=wait,
+                )
+        for key, times in asked.items():
+            recent = [at for at in self._times.pop(key, []) if at > now - self.window]
+            self._times[key] = recent + [now] * times
+        while len(self._times) > self.entries:
+            self._times.popitem(last=False)
+
+    def _hash(self, client: str, image: Tensor) -> bytes:
+        digest = hashlib.blake2b(key=self._key, digest_size=16)
+        digest.update(_network(client).encode() + b"\0")
+        digest.update((image + 0.0).contiguous().numpy().tobytes())  # -0.0 is the same pixel
+        return digest.digest()
+
+
+def _network(client: str) -> str:
+    """The address, or for IPv6 its /64: one client has all of those.
+
+    Example:
+        >>> _network("192.0.2.1"), _network("2001:db8::1") == _network("2001:db8::2"), _network("a socket")
+        ('192.0.2.1', True, 'a socket')
+    """
+    try:
+        address = ipaddress.ip_address(client)
+    except ValueError:
+        return client
+    return client if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))

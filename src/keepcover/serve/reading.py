@@ -1,0 +1,135 @@
+"""One predict request -> a tensor of checked images and a level, or a refusal. Nothing is queued before this."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from torch import Tensor
+
+from keepcover.prediction.predictor import Level, Predictor
+from keepcover.serve.images import FORMATS, decode, takes_files
+from keepcover.serve.problems import Problem, invalid
+from keepcover.serve.schemas import SEED, explain, request_model
+from keepcover.serve.settings import KIB, Settings
+
+
+@dataclass(frozen=True)
+class Query:
+    """Images [n, ...] in [0, 1] and the (alpha, epsilon) to answer for."""
+
+    images: Tensor
+    level: Level
+
+
+class Reader:
+    """Reads requests for one predictor."""
+
+    def __init__(self, predictor: Predictor, shape: tuple[int, ...], settings: Settings) -> None:
+        self.shape, self.settings = shape, settings
+        alphas, epsilons = (list(dict.fromkeys(values)) for values in zip(*predictor.levels, strict=True))
+        self.promises = {level: predictor.guarantee_for(*level) for level in predictor.levels}
+        self.model = request_model(shape, settings.max_images, alphas, epsilons)
+
+    async def read(self, request: Request) -> Query:
+        if request.query_params:
+            raise invalid(f"expected no query parameters, got {', '.join(sorted(request.query_params))[:80]}; {SEED}")
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind == "application/json":
+            images, alpha, epsilon = await asyncio.to_thread(self._json, await request.body())
+        elif kind == "multipart/form-data" and takes_files(self.shape):
+            images, alpha, epsilon = await self._multipart(request)
+        else:
+            files = " or multipart/form-data with image files" if takes_files(self.shape) else ""
+            raise Problem(
+                "unsupported_media_type", f"expected content type application/json{files}, got {kind[:80] or 'none'}"
+            )
+        return Query(images, self._level(alpha, epsilon))
+
+    def _level(self, alpha: float | None, epsilon: float | None) -> Level:
+        first = next(iter(self.promises))
+        level = (first[0] if alpha is None else alpha, first[1] if epsilon is None else epsilon)
+        if level not in self.promises:
+            known = ", ".join(f"(alpha {a:g}, epsilon {e:g})" for a, e in self.promises)
+            raise invalid(f"this predictor was calibrated for {known}; got alpha {level[0]:g}, epsilon {level[1]:g}")
+        return level
+
+    def _json(self, body: bytes) -> tuple[Tensor, float | None, float | None]:
+        try:
+            parsed: Any = self.model.model_validate_json(body)
+        except ValidationError as error:
+            raise explain(error.errors(include_url=False)[0], self.shape, self.settings.max_images) from None
+        return torch.from_numpy(np.array(parsed.images, dtype=np.float32)), parsed.alpha, parsed.epsilon
+
+    async def _multipart(self, request: Request) -> tuple[Tensor, float | None, float | None]:
+        try:
+            async with request.form(max_files=self.settings.max_images, max_fields=2, max_part_size=KIB) as form:
+                files = await self._files(form)
+                alpha, epsilon = (_number(form, name) for name in ("alpha", "epsilon"))
+        except HTTPException as error:  # Starlette's parser
+            raise Problem("bad_request", f"expected multipart/form-data: {error.detail}") from None
+        images = await asyncio.to_thread(self._decode, files)
+        return images, alpha, epsilon
+
+    async def _files(self, form: FormData) -> list[tuple[str, bytes]]:
+        files: list[tuple[str, bytes]] = []
+        for name, value in form.multi_items():
+            if name == "images" and isinstance(value, UploadFile):
+                files.append((f"images[{len(files)}]", await value.read()))
+            elif name == "images":
+                raise invalid("expected files in the form field images: every part needs a filename")
+            elif name not in ("alpha", "epsilon"):
+                hint = SEED if name == "seed" else "the fields are images (files), alpha and epsilon"
+                raise invalid(f"unexpected form field {name[:40]!r}; {hint}")
+        if not files:
+            raise invalid(f"expected at least one file in the form field images ({', '.join(FORMATS)})")
+        return files
+
+    def _decode(self, files: list[tuple[str, bytes]]) -> Tensor:
+        channels, height, width = self.shape
+        arrays = [
+            decode(content, (channels, height, width), name, self.settings.resize, self.settings.max_pixels)
+            for name, content in files
+        ]
+        return torch.from_numpy(np.stack(arrays))
+
+    def openapi(self) -> dict[str, Any]:
+        """The request body, for OpenAPI."""
+        schema = self.model.model_json_schema()
+        content: dict[str, Any] = {"application/json": {"schema": schema}}
+        if takes_files(self.shape):
+            fields = {name: schema["properties"][name] for name in ("alpha", "epsilon")}
+            kinds = ", ".join(f"image/{name.lower()}" for name in FORMATS)
+            images = {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": self.settings.max_images,
+                "items": {"type": "string", "format": "binary", "contentMediaType": kinds},
+            }
+            number = {name: {"type": "number", "enum": field["anyOf"][0]["enum"]} for name, field in fields.items()}
+            form = {
+                "type": "object",
+                "properties": {"images": images, **number},
+                "required": ["images"],
+                "additionalProperties": False,
+            }
+            content["multipart/form-data"] = {"schema": form, "encoding": {"images": {"contentType": kinds}}}
+        return {"required": True, "content": content}
+
+
+def _number(form: FormData, name: str) -> float | None:
+    values = form.getlist(name)
+    if not values:
+        return None
+    try:
+        (value,) = values
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise invalid(f"expected one number in the form field {name}") from None

@@ -1,0 +1,147 @@
+"""What goes over the wire: the JSON request for one predictor, the answers, and how a bad request is explained."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema, create_model
+from pydantic_core import ErrorDetails
+
+from keepcover.serve.problems import STATUS, Problem, invalid
+
+PER_QUERY = (
+    "The promise holds for each query separately, over the randomness of calibration, query and noise. It is not a promise "
+    "per class, not for several alpha or epsilon at once or one picked after seeing sets, and not for the best of many "
+    "repeated queries about one image: every answer draws fresh noise, so whoever asks often enough sees a set miss."
+)
+SEED = "noise is drawn fresh from the operating system for every answer and cannot be set"
+
+
+class Set(BaseModel):
+    """A prediction set for one image."""
+
+    labels: list[str] = Field(description="Class names, or indices as text where the predictor has no names.")
+    indices: list[int] = Field(description="Class indices, ascending.")
+    size: int = Field(description="How many labels.")
+    trivial: bool = Field(description="Whether it holds every label: true, but it says nothing.")
+
+
+class Answer(BaseModel):
+    """One prediction set per image, in order, and the promise they carry."""
+
+    request_id: str
+    guarantee: str = Field(description="The promise each of these sets carries, on its own.")
+    alpha: float
+    epsilon: float
+    certified: bool
+    sets: list[Set]
+
+
+class Limits(BaseModel):
+    """What one client may ask."""
+
+    max_images: int = Field(description="Images per request.")
+    max_batch: int = Field(description="Images per call of the model, over several requests.")
+    max_queue: int = Field(description="Images that may wait; beyond it 503 with Retry-After.")
+    max_body: int = Field(description="Bytes per request body.")
+    body_timeout: float = Field(description="Seconds to send a body.")
+    answer_timeout: float = Field(description="Seconds from acceptance to answer.")
+    resize: str = Field(description="What happens to image files of another size.")
+    repeat_limit: int | None = Field(description="Answers to the same image per client and window; null for no limit.")
+    repeat_window: float | None = Field(description="Seconds.")
+
+
+class Description(BaseModel):
+    """The predictor behind this service."""
+
+    version: str = Field(description="Version of keepcover.")
+    guarantees: list[dict[str, Any]] = Field(description="One per (alpha, epsilon) served; the first is the default.")
+    per_query: str
+    classes: int
+    class_names: list[str] | None
+    image_shape: list[int] = Field(description="Channels first.")
+    pixel_range: tuple[float, float]
+    image_files: list[str] = Field(description="Formats that multipart requests may carry.")
+    draws: int = Field(description="Model evaluations per image.")
+    model_fingerprint: str | None
+    limits: Limits
+
+
+class State(BaseModel):
+    """Health."""
+
+    status: str
+    detail: str | None = None
+
+
+class ErrorBody(BaseModel):
+    code: str = Field(json_schema_extra={"enum": list(STATUS)})
+    message: str
+
+
+class Refusal(BaseModel):
+    """Why there is no answer."""
+
+    error: ErrorBody
+    request_id: str
+
+
+def request_model(
+    shape: tuple[int, ...], max_images: int, alphas: list[float], epsilons: list[float]
+) -> type[BaseModel]:
+    """The JSON request for images of one shape: nested lists of exactly that shape, finite numbers in [0, 1].
+
+    Example:
+        >>> model = request_model((1, 1, 2), 4, [0.1], [0.5])
+        >>> model.model_validate_json('{"images": [[[[0, 0.5]]]]}').images
+        [[[[0.0, 0.5]]]]
+    """
+    image: Any = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
+    for size in reversed(shape):
+        image = Annotated[list[image], Field(min_length=size, max_length=size), FailFast()]
+
+    def level(values: list[float]) -> Any:
+        schema = {"anyOf": [{"type": "number", "enum": values}, {"type": "null"}], "default": None}
+        return Annotated[float | None, Field(strict=True), WithJsonSchema(schema)]
+
+    images: Any = Annotated[list[image], Field(min_length=1, max_length=max_images), FailFast()]
+    return create_model(
+        "PredictRequest",
+        __config__=ConfigDict(extra="forbid", json_schema_extra={"description": "Images as nested lists of numbers."}),
+        images=(images, ...),
+        alpha=(level(alphas), None),
+        epsilon=(level(epsilons), None),
+    )
+
+
+def explain(error: ErrorDetails, shape: tuple[int, ...], max_images: int) -> Problem:
+    """One validation error as a refusal that says where, what was expected, what was found, and what to do."""
+    kind, path = error["type"], error["loc"]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".") or "the body"
+    found = repr(error["input"])
+    found = found if len(found) <= 40 else f"{found[:37]}..."
+    sizes = " x ".join(map(str, shape))
+    context = error.get("ctx", {})
+    if kind == "json_invalid":
+        return Problem("bad_request", f"expected JSON: {context.get('error', 'it cannot be parsed')}")
+    if kind == "extra_forbidden":
+        hint = SEED if path[-1] == "seed" else "the fields are images, alpha and epsilon"
+        return invalid(f"unknown field {where}; {hint}")
+    if kind == "missing":
+        return invalid(f"expected the field {where}: a list of images of shape {sizes}, channels first")
+    if kind in ("too_short", "too_long"):
+        actual = context.get("actual_length")
+        actual = len(error["input"]) if actual is None else actual  # pydantic stops counting at the first too many
+        if len(path) == 1:
+            return invalid(f"expected 1 to {max_images} images in one request, got {actual}")
+        return invalid(
+            f"expected images of shape {sizes}, channels first: {where} has {actual} entries, not {shape[len(path) - 2]}"
+        )
+    if kind == "list_type":
+        return invalid(f"expected images of shape {sizes}, channels first: {where} is {found}, not a list")
+    if kind in ("less_than_equal", "greater_than_equal"):
+        hint = "; divide 0-255 by 255" if isinstance(error["input"], int | float) and error["input"] > 1 else ""
+        return invalid(f"expected pixels in [0, 1], got {found} at {where}{hint}")
+    if kind in ("finite_number", "float_type"):
+        return invalid(f"expected a finite number at {where}, got {found}")
+    return invalid(f"{where}: {error['msg']}")
