@@ -19,7 +19,7 @@ from keepcover.engine.arrivals import IN_FLIGHT, Gathered, to_host
 from keepcover.engine.inputs import Batch, batches, length
 from keepcover.engine.progress import Bar, Report
 from keepcover.errors import InputError, KeepcoverWarning
-from keepcover.noise.stream import Stream
+from keepcover.noise import Noise, Stream, get_noise
 
 Classifier = nn.Module | Callable[[Tensor], Tensor]
 
@@ -95,14 +95,14 @@ def as_range(draws: int | range) -> range:
 
 
 class Smoother:
-    """A classifier under Gaussian noise.
+    """A model under noise.
 
     Draws are a number, the first so many, or a range: noise is keyed by draw, so ``range(256, 1024)`` continues exactly
     where the first 256 ended.
 
     Args:
-        model: ``images -> logits``, an ``nn.Module`` or any callable; normalisation belongs inside it.
-        sigma: standard deviation of the noise, in pixel units; 0 runs the model as it is.
+        model: ``images -> outputs``, an ``nn.Module`` or any callable; normalisation belongs inside it.
+        noise: what is added; a number is the sigma of Gaussian noise in pixel units, and 0 runs the model as it is.
         batch_size: noisy images per forward pass; chosen from the image size and device when not given.
         device: where a plain callable expects its input; a module's own parameters decide for modules.
         autocast: dtype for mixed precision. Like the next two it changes the function that is certified, so it must be
@@ -113,7 +113,7 @@ class Smoother:
         progress: show a bar on a terminal; or a function called with (done, total).
 
     Example:
-        >>> smoother = Smoother(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), sigma=0.5)
+        >>> smoother = Smoother(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), 0.5)
         >>> smoother.logits(torch.zeros(2, 1, 2, 2), draws=5, stream=Stream(0, "test")).shape
         torch.Size([2, 5, 3])
     """
@@ -121,7 +121,7 @@ class Smoother:
     def __init__(
         self,
         model: Classifier,
-        sigma: float,
+        noise: Noise | str | float,
         *,
         batch_size: int | None = None,
         device: torch.device | str | None = None,
@@ -132,11 +132,9 @@ class Smoother:
     ) -> None:
         if not callable(model):
             raise InputError(f"expected a model that maps images to logits, got {type(model).__name__}")
-        if not 0 <= sigma < float("inf"):
-            raise InputError(f"expected a finite sigma >= 0, got {sigma}")
         if batch_size is not None and batch_size < 1:
             raise InputError(f"expected a batch size of at least 1, got {batch_size}")
-        self.model, self.sigma, self.batch_size = model, float(sigma), batch_size
+        self.model, self.noise, self.batch_size = model, get_noise(noise), batch_size
         first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
         self.device = (
             torch.device(device) if device is not None else first.device if first is not None else torch.device("cpu")
@@ -169,54 +167,62 @@ class Smoother:
     ) -> Iterator[tuple[Batch, Float[Tensor, "b draws k"]]]:
         """Noisy logits of any data, chunk by chunk: memory does not grow with the number of images.
 
-        On a GPU the host runs ahead: the next images are on their way while the network works, and a chunk's logits are
+        On a GPU the host runs ahead: the next images are on their way while the network works, and a chunk's outputs are
         looked at for NaN two chunks later. The stream ends only when all of them are known to be finite. Images and ids
-        of a batch are on the device; labels stay where they are. ``progress`` is the smoother's own unless given.
+        of a batch are on the device; labels stay on the CPU. ``progress`` is the smoother's own unless given.
         """
-        span, total = as_range(draws), length(data)
+        span = as_range(draws)
+        size = max(256, self.most_rows // len(span))
+        asked = ((batch, span, stream) for batch in batches(data, ids, size=size, labelled=labelled))
+        for batch, _, outputs in self.streams(asked, length(data), progress):
+            yield batch, outputs
+
+    def streams(
+        self, asked: Iterable[tuple[Batch, range, Stream]], total: int | None = None, progress: bool | Report | None = None
+    ) -> Iterator[tuple[Batch, Stream, Tensor]]:
+        """Noisy outputs of batches that each name their draws and their noise, in chunks of one forward pass each."""
         late: deque[Callable[[], Tensor]] = deque()
-        shown = self.progress if progress is None else progress
-        with evaluation_mode(self.model), Bar("smoothing", total, shown) as bar:
-            for part in self._ahead(self._parts(data, len(span), ids, labelled)):
+        with evaluation_mode(self.model), Bar("smoothing", total, self.progress if progress is None else progress) as bar:
+            for part, span, stream in self._ahead(self._cut(asked)):
                 with torch.inference_mode():
-                    logits = self._chunk(part.images, part.ids, span, stream)
-                    late.append(to_host(_all_finite(logits)))
-                while len(late) > (IN_FLIGHT if logits.is_cuda else 0):
+                    outputs = self._chunk(part.images, part.ids, span, stream)
+                    late.append(to_host(_all_finite(outputs)))
+                while len(late) > (IN_FLIGHT if outputs.is_cuda else 0):
                     _expect_finite(late.popleft()())
-                yield part, logits
+                yield part, stream, outputs
                 bar.advance(len(part))
             for finite in late:
                 _expect_finite(finite())
 
-    def _parts(self, data: Any, draws: int, ids: Any, labelled: bool) -> Iterator[Batch]:
+    def _cut(self, asked: Iterable[tuple[Batch, range, Stream]]) -> Iterator[tuple[Batch, range, Stream]]:
         """Batches small enough for one forward pass."""
-        for batch in batches(data, ids, size=max(256, self.most_rows // draws), labelled=labelled):
-            per_chunk = self.images_per_chunk(batch.images, draws)
+        for batch, span, stream in asked:
+            per_chunk = self.images_per_chunk(batch.images, len(span))
             for at in range(0, len(batch), per_chunk):
-                yield batch[at : at + per_chunk]
+                yield batch[at : at + per_chunk], span, stream
 
-    def _ahead(self, parts: Iterable[Batch]) -> Iterator[Batch]:
+    def _ahead(self, parts: Iterable[tuple[Batch, range, Stream]]) -> Iterator[tuple[Batch, range, Stream]]:
         """Each part on the device: copied from pinned memory, beside the network's work on the one before."""
         if self.device.type != "cuda":
             yield from parts
             return
         aside, here = _copying(self.device), torch.cuda.current_stream(self.device)
-        waiting: deque[tuple[Batch, Any]] = deque()  # with the event of the copy
+        waiting: deque[tuple[Batch, range, Stream, Any]] = deque()  # with the event of the copy
 
-        def arrived() -> Batch:
-            part, copied = waiting.popleft()
+        def arrived() -> tuple[Batch, range, Stream]:
+            part, span, stream, copied = waiting.popleft()
             here.wait_event(copied)
             for tensor in (part.images, part.ids):
                 tensor.record_stream(here)
-            return part
+            return part, span, stream
 
         def sent(tensor: Tensor) -> Tensor:
             return (tensor if tensor.is_cuda else tensor.pin_memory()).to(self.device, non_blocking=True)
 
-        for part in parts:
+        for part, span, stream in parts:
             with torch.cuda.stream(aside):
                 there = Batch(sent(part.images), part.labels, sent(part.ids))
-                waiting.append((there, aside.record_event()))
+                waiting.append((there, span, stream, aside.record_event()))
             if len(waiting) > 1:
                 yield arrived()
         while waiting:
@@ -233,7 +239,7 @@ class Smoother:
         """Stream ``data`` and keep only ``reduction(batch, noisy logits)`` of every chunk, on the CPU.
 
         Example:
-            >>> smoother = Smoother(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), sigma=0.5)
+            >>> smoother = Smoother(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), 0.5)
             >>> images, noise = torch.zeros(2, 1, 2, 2), Stream(0, "test")
             >>> mean = smoother.reduce(images, 5, noise, lambda batch, logits: logits.softmax(-1).mean(1))
             >>> mean.shape
@@ -263,9 +269,9 @@ class Smoother:
     def _chunk(self, images: Tensor, ids: Tensor, span: range, stream: Stream) -> Tensor:
         images = images.to(self.device, torch.float32, non_blocking=True)
         ids = ids.to(self.device, non_blocking=True)
-        if self.sigma == 0:  # every draw is the same
+        if not self.noise.certifies:  # there is none: every draw is the same
             once = self._forward_all(images, ids, range(1), stream, self._rows(images), 1)
-            return once.expand(-1, len(span), -1)
+            return once.expand(-1, len(span), *once.shape[2:])
         while True:
             rows = self._rows(images)
             try:
@@ -281,17 +287,15 @@ class Smoother:
     def _forward_all(
         self, images: Tensor, ids: Tensor, span: range, stream: Stream, per_step: int, draws_per_step: int
     ) -> Tensor:
-        shape, steps = tuple(images.shape[1:]), []
+        steps = []
         for at in range(0, len(images), per_step):
             some, their = images[at : at + per_step], ids[at : at + per_step]
             parts = []
             for begin in range(0, len(span), draws_per_step):
                 draws = span[begin : begin + draws_per_step]
-                if self.sigma == 0:
-                    noisy = some[:, None].expand(-1, len(draws), *shape)
-                else:
-                    noisy = stream.noisy(some, their, draws, self.sigma)
-                parts.append(self._run(noisy.reshape(-1, *shape)).view(len(some), len(draws), -1))
+                noisy = self.noise.noisy(some, stream, their, draws)
+                out = self._run(noisy.reshape(-1, *noisy.shape[2:]))
+                parts.append(out.view(len(some), len(draws), *out.shape[1:]))
             steps.append(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0])
         return torch.cat(steps) if len(steps) > 1 else steps[0]
 
@@ -311,11 +315,9 @@ class Smoother:
         except RuntimeError as error:  # what torch raises where shapes, types or devices do not fit
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise InputError(f"the model fails on inputs {list(inputs.shape)}: {reason}") from error
-        if not isinstance(out, Tensor) or out.ndim != 2 or len(out) != len(inputs):
+        if not isinstance(out, Tensor) or out.ndim < 1 or len(out) != len(inputs):
             found = f"{tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-            raise InputError(f"expected the model to return logits [{len(inputs)}, classes], got {found}")
-        if out.shape[1] < 2:
-            raise InputError(f"expected at least 2 classes, the model returns {out.shape[1]}")
+            raise InputError(f"expected the model to return outputs [{len(inputs)}, ...], one per input, got {found}")
         return out[:asked].float()
 
 

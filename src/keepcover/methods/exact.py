@@ -1,7 +1,7 @@
-r"""The exact Monte Carlo certificates: a label is in the set iff at most kappa of its N noisy scores exceed t.
+r"""The exact Monte Carlo certificates: a candidate is in the set iff at most kappa of its N noisy scores exceed t.
 
 No Monte Carlo error is paid: given the clean exceedance probability q the clean count is exactly binomial, the
-attacked one stochastically below :math:`\mathrm{Bin}(N, \mathrm{shift}(q, r))`, so :math:`P[\mathrm{miss}] \le E\,h(q)`.
+attacked one stochastically below :math:`\mathrm{Bin}(N, up(q))`, so :math:`P[\mathrm{miss}] \le E\,h(q)`.
 What differs is how t is calibrated so that :math:`E\,h(q) \le \alpha`: by a quantile (:class:`Exact`, the hull) or by
 conformal risk control (:class:`ExactAsymmetric`, the majorant). See the docs for both proofs.
 """
@@ -10,54 +10,88 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import torch
 from numpy import ndarray
 from torch import Tensor
 
-from keepcover.bounds.bounds import (
-    covered_at_most_given,
-    gaussian_shift,
-    hull_curve,
-    hull_level,
-    hull_levels,
-    majorant,
-    majorant_cost,
+from keepcover.bounds import (
+    conformal_law, covered_at_most_given, hull_bracket, hull_curve, hull_level, majorant_gap, risk_control_law,
 )
 from keepcover.errors import InputError
-from keepcover.guarantee import conformal_quantile, conformal_rank, exact_level
-from keepcover.methods.base import Method, Setting
+from keepcover.methods.base import Asked, Explanation, Method, Rule
+from keepcover.methods.choosing import best_hull_rule, best_majorant_rule
 from keepcover.methods.holdout import Holdout
-from keepcover.scores.draws import Draws
+from keepcover.scores import Draws, Items, Steps
+from keepcover.tasks import Task
 
 GAMMAS = (0.25, 0.5, 0.75)
 
 
-@dataclass(frozen=True)
-class CountRule(Method):
-    """At most ``kappa`` of the draws above t; one more is forgiven with probability ``gamma``, drawn per image."""
-
-    kappa: int = 0
-    gamma: float = 0.0
+class Counting(Method):
+    """What both certificates share as methods."""
 
     certified = True
     compares_only = True
     uses_holdout = True
+    randomize: bool
 
     @property
-    def randomized(self) -> bool:
-        return self.gamma > 0
+    def gammas(self) -> tuple[float, ...]:
+        """The randomised boundaries to choose among."""
+        return (0.0, *GAMMAS) if self.randomize else (0.0,)
+
+    def _held(self, holdout: Holdout | None) -> Holdout:
+        if holdout is None:
+            raise InputError(f"{self.name} chooses its rule on a holdout; give one")
+        return holdout
+
+
+@dataclass(frozen=True)
+class CountRule(Rule):
+    """At most ``kappa`` of the draws above t; one more is forgiven with probability ``gamma``, drawn per query."""
+
+    kappa: int = 0
+    gamma: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.kappa < self.test_draws and 0 <= self.gamma < 1):
+            raise InputError(
+                f"expected 0 <= kappa < {self.test_draws} draws and 0 <= gamma < 1, got {self.kappa} and {self.gamma}"
+            )
+
+    @property
+    def counting(self) -> tuple[int, float]:
+        return self.kappa, self.gamma
 
     def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
         strict = draws.largest(self.kappa + 1)  # at most t iff at most kappa draws exceed t
         if self.gamma == 0:
             return strict
         if v is None:
-            raise InputError("a randomised boundary needs one uniform number per image, independent of the noise")
-        return torch.where((v < self.gamma)[:, None], draws.largest(self.kappa + 2), strict)
+            raise InputError("a randomised boundary needs one uniform number per query, independent of the noise")
+        forgiven = (v < self.gamma).view(-1, *[1] * (strict.ndim - 1))
+        return torch.where(forgiven, draws.largest(self.kappa + 2), strict)
+
+    def climb(self, true: Draws, threshold: float) -> Tensor:
+        """The (kappa+1)-th largest score of the truth, minus t where that is finite: above 0 the truth is missed."""
+        ordered = true.values.sort(dim=-1, descending=True).values
+        # The attacker's draws need not be as many as the defender's: the same share of them.
+        at = min(true.count - 1, self.kappa * true.count // self.test_draws)
+        return ordered[..., at] - (threshold if math.isfinite(threshold) else 0.0)
+
+    def explain(
+        self, draws: Draws, threshold: float, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
+    ) -> Explanation:
+        n = draws.count
+        least = n - self.kappa - (1 if v is not None and bool((v < self.gamma).all()) else 0)
+        words = "the draw must vote for it" if n == 1 else f"at least {least} of {n} draws must vote for it"
+        return Explanation(1 - draws.above(threshold) / n, least / n, words)
 
     @abstractmethod
     def holdout_risk(self, law: ndarray) -> ndarray:
@@ -65,108 +99,132 @@ class CountRule(Method):
 
     def estimated_size(self, holdout: Holdout) -> float:
         fits = self.holdout_risk(holdout.count_law(self.calibration_draws)) <= 0
-        if not fits.any():
-            return float(self.setting.classes)
-        return float(holdout.size(self.test_draws, self.kappa, self.gamma)[fits.argmax()])
+        size = holdout.size(self.test_draws, self.kappa, self.gamma)
+        return float(size[fits.argmax() if fits.any() else -1])
 
 
 @dataclass(frozen=True)
-class Exact(CountRule):
-    r"""9a, the hull. :math:`Z` = the (c+1)-th largest of the calibration draws; t = its conformal quantile at
-    :math:`1 - \alpha'`, :math:`\alpha' = \sup\{a : H(a) \le \alpha\}` from :func:`keepcover.bounds.bounds.hull_level`.
+class Exact(Counting):
+    r"""The hull certificate. :math:`Z` = the (c+1)-th largest of the calibration draws; t = its conformal quantile at
+    :math:`1 - \alpha'`, :math:`\alpha' = \sup\{a : H(a) \le \alpha\}` from :func:`keepcover.bounds.hull_level`.
+
+    Attributes:
+        randomize: let the boundary be randomised: it removes granularity for few draws.
     """
+
+    randomize: bool = False
+
+    name = "exact"
+
+    def fit(self, asked: Asked, holdout: Holdout | None = None) -> HullRule:
+        held = self._held(holdout)
+        _, c, kappa, gamma = min(best_hull_rule(asked, held, gamma) for gamma in self.gammas)
+        return HullRule(self, asked, kappa=kappa, gamma=gamma, c=c)
+
+    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> HullRule:
+        return HullRule(self, asked, **parameters)
+
+
+@dataclass(frozen=True)
+class HullRule(CountRule):
+    """The (c+1)-th largest calibration draw, its quantile at alpha'."""
 
     c: int = 0
 
-    name = "exact"
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.c < self.calibration_draws:
+            raise InputError(f"expected 0 <= c < {self.calibration_draws} calibration draws, got {self.c}")
+
+    @property
+    def words(self) -> str:
+        return (
+            f"at most {self.kappa} of {self.test_draws} draws above t, the quantile of the draw ranked {self.c + 1} of "
+            f"{self.calibration_draws}"
+        )
 
     @property
     def level(self) -> float:
         """alpha', the conformal level that certifies alpha under attack."""
-        s = self.setting
-        return hull_level(self.calibration_draws, self.c, self.test_draws, self.kappa, s.r, s.alpha, self.gamma)
+        alpha = float(self.asked.promise.level(self.asked.alpha))
+        return hull_level(self.counts, self.c, self.kappa, alpha, self.gamma)
 
-    @classmethod
-    def fit(cls, setting: Setting, holdout: Holdout | None = None, randomize: bool = False) -> Exact:
-        if holdout is None:
-            raise InputError(f"{cls.name} chooses its rule on a holdout; give one")
-        best = min(
-            (best_hull_rule(setting, holdout, gamma) for gamma in ((0.0, *GAMMAS) if randomize else (0.0,))),
-            key=lambda rule: rule[0],
-        )
-        _, c, kappa, gamma = best
-        return cls(setting, kappa=kappa, gamma=gamma, c=c)
+    def statistic(self, true: Draws) -> Tensor:
+        return true.largest(self.c + 1)
+
+    def threshold_of(self, statistic: Tensor, points: int, weight: Tensor | None = None) -> float:
+        self._one_item_per_point(weight)
+        return self.asked.promise.quantile(statistic, Fraction(self.level))
 
     def holdout_risk(self, law: ndarray) -> ndarray:
-        if conformal_rank(self.setting.n, Fraction(self.level)) > self.setting.n:
+        asked = self.asked
+        if asked.promise.rank(asked.n, Fraction(self.level)) > asked.n:
             return np.ones(len(law))  # no finite threshold will do
         return law[:, self.c + 1 :].sum(axis=1) - self.level
 
-    def calibration_statistic(self, true: Draws) -> Tensor:
-        return true.largest(self.c + 1)
+    def _correct_rank(self, n: int) -> int:
+        """The smallest rank a correct rule may use, from the question, c and kappa alone: never from :attr:`level`."""
+        promise = self.asked.promise
+        most = hull_bracket(self.counts, self.c, self.kappa, float(promise.level(self.asked.alpha)), self.gamma)[1]
+        return promise.rank(n, Fraction(most))
 
-    def threshold(self, statistic: Tensor) -> float:
-        return conformal_quantile(statistic, Fraction(self.level))
+    def p_value(self, covered: int, m: int, n: int) -> float:
+        """Given t, P[Z > t] is beta distributed around alpha', and a query is missed with probability at most H of it."""
+        corners = hull_curve(self.counts, self.c, self.kappa, self.gamma)
+        law = conformal_law(n, self._correct_rank(n), lambda clean: np.interp(clean, *corners))
+        return covered_at_most_given(covered, m, *law)
 
-    def p_value(self, covered: int, m: int, true: Draws, threshold: float) -> float:
-        """Given t, P[Z > t] is Beta distributed around alpha', and a query is missed with probability at most H of it."""
-        n = self.setting.n
-        rank = conformal_rank(n, Fraction(self.level))
-        if rank > n:
-            return 1.0 if covered >= m else 0.0
-        rule = (self.calibration_draws, self.c, self.test_draws, self.kappa, self.setting.r, self.gamma)
-        corners = hull_curve(*rule)
-        return covered_at_most_given(
-            covered, m, float(n + 1 - rank), float(rank), lambda missed: np.interp(missed, *corners)
-        )
+    def supports(self, items: Items, threshold: float) -> bool:
+        at_most = int((items.first(self.calibration_draws).draws.largest(self.c + 1) <= threshold).sum())
+        return threshold == math.inf or at_most >= self._correct_rank(items.points)
 
 
 @dataclass(frozen=True)
-class ExactAsymmetric(CountRule):
-    r"""9b, the majorant. t = the smallest value with :math:`(\sum_i g(count_i(t)) + g(N_{cal})) / (n+1) \le \alpha`.
+class ExactAsymmetric(Counting):
+    r"""The majorant certificate. t = the smallest value with :math:`(\sum_i g(count_i(t)) + g(N_{cal})) / (n+1) \le \alpha`.
 
     g is nondecreasing with :math:`E\,g(\mathrm{Bin}(N_{cal}, q)) \ge h(q)`, chosen on the holdout. Many calibration
     draws, paid once, buy fewer draws per query.
+
+    Attributes:
+        randomize: let the boundary be randomised.
     """
 
-    g: tuple[float, ...] = ()
+    randomize: bool = False
 
     name = "exact_asymmetric"
 
-    @classmethod
-    def fit(cls, setting: Setting, holdout: Holdout | None = None, randomize: bool = False) -> ExactAsymmetric:
-        if holdout is None:
-            raise InputError(f"{cls.name} chooses its rule on a holdout; give one")
-        law = holdout.count_law(setting.cal_draws)
-        found = []
-        for gamma in (0.0, *GAMMAS) if randomize else (0.0,):
-            for kappa, start in likely_kappas(setting, holdout, gamma):
-                at = _smallest_threshold(setting, law, kappa, gamma, start)
-                found.append((float(holdout.size(setting.draws, kappa, gamma)[at]), kappa, gamma, at))
-        _, kappa, gamma, at = min(found)
-        g, _ = majorant(law[at], setting.draws, kappa, setting.r, gamma)
-        return cls(setting, kappa=kappa, gamma=gamma, g=tuple(float(value) for value in g))
+    def usual_calibration_draws(self, draws: int) -> int:
+        return max(64, draws)
+
+    def fit(self, asked: Asked, holdout: Holdout | None = None) -> MajorantRule:
+        held = self._held(holdout)
+        kappa, gamma, g = best_majorant_rule(asked, held, self.gammas)
+        return MajorantRule(self, asked, kappa=kappa, gamma=gamma, g=g)
+
+    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> MajorantRule:
+        return MajorantRule(self, asked, **{**parameters, "g": tuple(parameters.get("g", ()))})
+
+
+@dataclass(frozen=True)
+class MajorantRule(CountRule):
+    """Conformal risk control of g, a function of calibration counts that dominates the attacked miss rate."""
+
+    g: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if len(self.g) != self.calibration_draws + 1 or np.any(np.diff(self.g) < 0):
             raise InputError(
                 f"expected a nondecreasing g on 0..{self.calibration_draws} calibration draws, got {len(self.g)} values"
             )
 
-    def holdout_risk(self, law: ndarray) -> ndarray:
-        n = self.setting.n
-        return (n * law @ np.array(self.g) + self.g[-1]) / (n + 1) - self.setting.alpha
-
-    def p_value(self, covered: int, m: int, true: Draws, threshold: float) -> float:
-        """Given t, a query is missed with probability at most E g(count(t)): mean alpha, spread that of g over n points.
-
-        Approximate: a Beta variable with that mean and variance stands in for it.
-        """
-        alpha, n = self.setting.alpha, self.setting.n
-        g = torch.tensor(self.g, dtype=torch.float64)[true.above(threshold).cpu()]
-        variance = max(float(g.var(correction=0)), alpha * (1 - alpha)) / (n + 1)
-        precision = max(alpha * (1 - alpha) / variance - 1, 1.0)
-        return covered_at_most_given(covered, m, alpha * precision, (1 - alpha) * precision, lambda missed: missed)
+    @property
+    def words(self) -> str:
+        return (
+            f"at most {self.kappa} of {self.test_draws} draws above t, by risk control; g rises from {self.g[0]:.4f} to "
+            f"{self.g[-1]:.3f}"
+        )
 
     @property
     def _rises(self) -> tuple[ndarray, ndarray]:
@@ -174,110 +232,106 @@ class ExactAsymmetric(CountRule):
         rise = np.diff(self.g)
         return np.flatnonzero(rise > 0) + 1, rise[rise > 0]
 
-    def calibration_statistic(self, true: Draws) -> Tensor:
+    def statistic(self, true: Draws) -> Tensor:
         # count(t) >= j iff the j-th largest draw exceeds t: these order statistics are all that g can see.
         at, _ = self._rises
         return true.ascending[..., true.count - torch.as_tensor(at, device=true.values.device)]
 
-    def threshold(self, statistic: Tensor) -> float:
+    def _budget(self, points: int) -> float:
+        """How large the sum of g over calibration points may be."""
+        promise = self.asked.promise
+        return promise.budget(points, promise.level(self.asked.alpha), self.g[-1])
+
+    def threshold_of(self, statistic: Tensor, points: int, weight: Tensor | None = None) -> float:
         _, rise = self._rises
-        n, alpha = len(statistic), float(exact_level(self.setting.alpha))
-        budget = alpha * (n + 1) - n * self.g[0] - self.g[-1]
+        share = torch.ones(len(statistic), dtype=torch.float64) if weight is None else weight.double()
+        budget = self._budget(points) - float(share.sum()) * self.g[0]
         if budget < 0:
             return math.inf
         scores, order = statistic.flatten().sort(descending=True)
-        weight = torch.as_tensor(rise, device=scores.device).expand(n, -1).flatten()[order]
-        spent = weight.cumsum(dim=0)  # sum of g over the points minus n g(0), once t falls below each score
+        rises = torch.as_tensor(rise, device=scores.device) * share.to(scores.device)[:, None]
+        spent = rises.flatten()[order].cumsum(dim=0)  # sum of g over the points minus that of g(0), once t falls below a score
         broke = torch.searchsorted(spent, budget, right=True)
         return float(scores[broke]) if broke < len(scores) else -math.inf
 
+    def holdout_risk(self, law: ndarray) -> ndarray:
+        return law @ np.array(self.g) - self._budget(self.asked.n) / self.asked.n
 
-class RCP1(Exact):
-    r"""One draw for everything (Zargarbashi & Bojchevski 2025): :math:`\alpha' = \Phi(\Phi^{-1}(\alpha) - r)`."""
+    def verify(self, task: Task) -> None:
+        super().verify(task)
+        if not (self.majorises and self.g[0] >= 0):
+            raise InputError("g is no majorant: it falls short of the worst-case miss rate")
+
+    @property
+    def majorises(self) -> bool:
+        """Whether g is above h wherever that is looked at; if not, g certifies nothing."""
+        return majorant_gap(self.g, self.counts, self.kappa, self.gamma) <= 0
+
+    def p_value(self, covered: int, m: int, n: int) -> float:
+        """Given t, a query is missed with probability at most R(t) = E g(count(t)), whose law risk control bounds."""
+        high = self.g[-1] if self.majorises else math.inf  # no majorant: a correct rule has no finite threshold
+        mean = self._budget(n) / n if self.majorises else -math.inf
+        return covered_at_most_given(covered, m, *risk_control_law(n, mean, self.g[0], high))
+
+    def supports(self, items: Items, threshold: float) -> bool:
+        if threshold == math.inf:
+            return True
+        loss = torch.tensor(self.g, dtype=torch.float64)[items.first(self.calibration_draws).draws.above(threshold).cpu()]
+        total = float((loss if items.weight is None else loss * items.weight.double()).sum())
+        return bool(self.majorises and total <= self._budget(items.points) + 1e-9 * items.points)
+
+
+@dataclass(frozen=True)
+class RCP1(Method):
+    r"""One draw for everything (Zargarbashi & Bojchevski 2025): the largest :math:`\alpha'` that no attack lifts above alpha."""
 
     name = "rcp1"
-    uses_holdout = False
+    certified = True
+    compares_only = True
     draw_rule = "one"
+    needs_concave = True
+
+    def fit(self, asked: Asked, holdout: Holdout | None = None) -> HullRule:
+        return self.rule(asked)
+
+    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> HullRule:
+        return OneDraw(self, asked, **parameters)
+
+
+class OneDraw(HullRule):
+    """One calibration draw and one per query: up is its own concave hull, so alpha' needs no grid."""
+
+    words = "the one draw is at most t"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gamma != 0:
+            raise InputError(f"{self.name} forgives nothing; expected gamma 0, got {self.gamma}")
 
     @property
     def level(self) -> float:
-        return float(gaussian_shift(self.setting.alpha, -self.setting.r)) * (1 - 1e-9)
-
-    @classmethod
-    def fit(cls, setting: Setting, holdout: Holdout | None = None, randomize: bool = False) -> RCP1:
-        return cls(setting)
-
-    def calibration_statistic(self, true: Draws) -> Tensor:
-        return true.values[..., 0]
-
-    def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
-        return draws.values[..., 0]
+        return self.asked.threat.most(float(self.asked.promise.level(self.asked.alpha)))
 
 
-# -- choosing on the holdout -------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Auto(Counting):
+    """The better of both certificates by expected set size on the holdout: the hull with as many calibration draws as the
+    majorant, the hull with as many as per query, or the majorant.
+    """
 
+    randomize: bool = False
 
-def candidates(setting: Setting) -> tuple[ndarray, ndarray]:
-    """Pairs (c, kappa) worth trying: all of them for few draws, else those where kappa meets the attacked median."""
-    cal, test = setting.cal_draws, setting.draws
-    some_c = np.arange(cal) if cal <= 32 else np.unique(np.geomspace(1, 0.75 * cal, 28).round().astype(int) - 1)
-    if test <= 32:
-        c, kappa = np.meshgrid(some_c, np.arange(test), indexing="ij")
-        return c.ravel(), kappa.ravel()
-    attacked = gaussian_shift((some_c + 0.5) / cal, setting.r)
-    spread = np.sqrt(attacked * (1 - attacked) * test) + 1
-    kappa = (test * attacked)[:, None] + spread[:, None] * np.linspace(-1.0, 2.5, 11)
-    pairs = {(int(c), int(k)) for c, row in zip(some_c, kappa, strict=True) for k in row.round() if 0 <= k < test}
-    c_all, kappa_all = np.array(sorted(pairs)).T
-    return c_all, kappa_all
+    name = "auto"
 
+    def usual_calibration_draws(self, draws: int) -> int:
+        return ExactAsymmetric().usual_calibration_draws(draws)
 
-def _hull_sizes(setting: Setting, holdout: Holdout, gamma: float) -> tuple[ndarray, ndarray, ndarray, ndarray]:
-    """Estimated set size of every candidate rule, with c, kappa and the index of its threshold."""
-    c, kappa = candidates(setting)
-    level = hull_levels(setting.cal_draws, c, setting.draws, kappa, setting.r, setting.alpha, gamma)
-    law = holdout.count_law(setting.cal_draws)
-    missed = law[:, ::-1].cumsum(axis=1)[:, ::-1]  # [t, j]: share of points with at least j draws above t
-    at = (missed[:, c + 1] <= level).argmax(axis=0)
-    by_kappa = {int(k): holdout.size(setting.draws, int(k), gamma) for k in np.unique(kappa)}
-    size = np.array([by_kappa[int(k)][i] for k, i in zip(kappa, at, strict=True)])
-    size[(setting.n + 1) * level < 1] = setting.classes  # too few calibration points for that level
-    return size, c, kappa, at
+    def fit(self, asked: Asked, holdout: Holdout | None = None) -> Rule:
+        held = self._held(holdout)
+        short = replace(asked, calibration_draws=min(asked.draws, asked.per_point))
+        rules: list[Rule] = [Exact(self.randomize).fit(a, held) for a in dict.fromkeys((asked, short))]
+        rules.append(ExactAsymmetric(self.randomize).fit(asked, held))
+        return min(rules, key=lambda rule: rule.estimated_size(held))
 
-
-def best_hull_rule(setting: Setting, holdout: Holdout, gamma: float = 0.0) -> tuple[float, int, int, float]:
-    """The (c, kappa) with the smallest estimated set size: (size, c, kappa, gamma)."""
-    size, c, kappa, _ = _hull_sizes(setting, holdout, gamma)
-    best = int(size.argmin())
-    return float(size[best]), int(c[best]), int(kappa[best]), gamma
-
-
-def likely_kappas(setting: Setting, holdout: Holdout, gamma: float, most: int = 7) -> list[tuple[int, int]]:
-    """The kappas under which the hull already does best, each with its threshold's index: where the majorant looks."""
-    size, _, kappa, at = _hull_sizes(setting, holdout, gamma)
-    order = size.argsort(kind="stable")
-    first = {int(kappa[i]): int(at[i]) for i in order[::-1]}  # the best of each kappa wins
-    ranked = list(dict.fromkeys(int(kappa[i]) for i in order))
-    return [(k, first[k]) for k in ranked[:most]]
-
-
-def _smallest_threshold(setting: Setting, law: ndarray, kappa: int, gamma: float, start: int) -> int:
-    """The smallest threshold whose majorant fits into alpha on the holdout: gallop from ``start``, then bisect."""
-
-    def fits(at: int) -> bool:
-        return (
-            at == len(law) - 1
-            or majorant_cost(law[at], setting.draws, kappa, setting.r, gamma, setting.n) <= setting.alpha
-        )
-
-    low, high, step = 0, start, 4
-    while not fits(high):
-        low, high, step = high + 1, min(high + step, len(law) - 1), 2 * step
-    step = 4
-    while low < high:
-        middle = max(low, high - step) if step else (low + high) // 2
-        if fits(middle):
-            high, step = middle, 2 * step
-        else:
-            low, step = middle + 1, 0
-    return high
+    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> Rule:
+        raise InputError("auto chooses among exact and exact_asymmetric: a rule is of one of them")

@@ -1,8 +1,9 @@
 """A predictor on disk: one safetensors file, checksummed throughout; whatever does not match is refused.
 
-The file holds the calibration points' scores and the holdout scores of PTT; its metadata hold a JSON manifest (format,
-promises, rules, score, numerics, model fingerprint, checksums) and the manifest's own checksum. Nothing is executed on
-loading, and every threshold is computed again from the scores and compared.
+The file holds the calibration items' scores, the holdout scores of PTT, and what the model and the task give on a few fixed
+inputs; its metadata hold a JSON manifest (format, task, noise, promises, rules, numerics, model, checksums) and the
+manifest's own checksum. Nothing is executed on loading. A checksum is no signature, so everything that follows from
+something else in the file is derived again and compared.
 """
 
 from __future__ import annotations
@@ -11,11 +12,8 @@ import contextlib
 import hashlib
 import json
 import math
-import os
-import secrets
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +22,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 from torch import Tensor
 
+from keepcover.engine.fingerprint import Identity, identifier
 from keepcover.engine.inputs import InputRange
 from keepcover.engine.progress import Report
 from keepcover.engine.smoother import Classifier, Smoother
-from keepcover.engine.smoother import fingerprint as fingerprint_of
-from keepcover.errors import InputError, KeepcoverWarning
-from keepcover.methods import METHODS, Setting
+from keepcover.errors import InputError
+from keepcover.files import write_file
+from keepcover.methods import Asked, Rule, saved_method
+from keepcover.noise import get_noise
 from keepcover.prediction.predictor import Calibrated, Level, Predictor
-from keepcover.scores.draws import Draws
-from keepcover.scores.scores import SCORES, CustomScore, Score, get_score
-from keepcover.scores.transforms import PTT
+from keepcover.scores import Draws, Items
+from keepcover.tasks import TASKS
 
-FORMAT = 1
-_KEYS = (
-    "classes",
-    "class_names",
-    "sigma",
-    "numerics",
-    "score",
-    "model_fingerprint",
-    "holdout_size",
-    "inputs",
-    "provenance",
-    "levels",
-)
+FORMAT = 3  # 1 and 2 were holdfast's
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_MOST = 2**24  # classes, points and draws: more would be asked of memory before they could be compared
 
 
 def _digest(tensor: Tensor) -> str:
@@ -56,72 +44,77 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes()).hexdigest()
 
 
-def make_folder(path: Path) -> Path:
-    """Create a folder for output, or say why not."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot create the folder {path} ({error.strerror}); choose another place") from None
-    return path
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def check_place(path: Path) -> None:
-    """Say why a file cannot be written there, before any work is done for it."""
-    if not path.parent.is_dir():
-        raise InputError(f"no folder {path.parent} to write {path.name} into; create it first")
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; give the name of a file")
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write beside the target, then rename: a reader sees the old file or the new one, never half of one.
-
-    The content is on the disk before it gets its name, so that holds after a power failure too. Temporary names are
-    random: writers in several processes or on several machines do not meet.
-    """
-    check_place(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        temporary.write_bytes(content)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def save(predictor: Predictor, path: str | Path) -> None:
+def save(predictor: Predictor, path: str | Path, fingerprint: str | None = None) -> None:
     """Write a predictor to one file."""
-    tensors = {"calibration": predictor.calibration.cpu().contiguous()}
-    if predictor.holdout is not None:
-        tensors["holdout"] = predictor.holdout.cpu().contiguous()
-    manifest = {
+    identity, smoother = predictor.identity, predictor.smoother
+    if smoother is not None:
+        if identity is None or predictor.inputs is None:
+            raise InputError("this predictor does not know what model and inputs it was calibrated with; calibrate again")
+        if fingerprint and fingerprint != identity.fingerprint:
+            identity = replace(identity, fingerprint=fingerprint, structure=None)
+        identity = replace(identity, fingerprint=identifier(smoother.model, identity.fingerprint))
+        predictor = replace(predictor, identity=identity)
+    _refuse_code(predictor)
+    tensors = {"calibration": predictor.items.draws.values, "probe_scores": predictor.task.probe()}
+    optional = {
+        "weight": predictor.items.weight, "reference": predictor.reference,
+        "probe_outputs": None if identity is None else identity.outputs,
+    }
+    tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    text = json.dumps(_manifest(predictor, tensors), sort_keys=True)
+    write_file(path, serialize(tensors, {"keepcover": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
+
+
+def _refuse_code(predictor: Predictor) -> None:
+    """Parts that are exactly what a registry names can be written; others are code of the user's."""
+    parts: list[tuple[Any, Any]] = [(predictor.task, TASKS.get(predictor.task.name))]
+    if predictor.smoother is not None:
+        parts.append((predictor.smoother, Smoother))
+    for calibrated in predictor.levels.values():
+        rule = calibrated.rule
+        parts.append((rule.method, type(saved_method(rule.name, {}))))
+        parts.append((rule, type(_rule(rule.name, rule.method.options(), rule.asked, rule.parameters(), predictor.reference))))
+    for own, known in parts:
+        if type(own) is not known:
+            raise InputError(f"{type(own).__name__} is code of yours, which a file cannot hold; it would be loaded as another")
+
+
+def _manifest(predictor: Predictor, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    identity = predictor.identity
+    return {
         "format": FORMAT,
-        "classes": predictor.classes,
-        "class_names": predictor.class_names,
-        "sigma": predictor.smoother.sigma,
-        "numerics": predictor.smoother.numerics,
-        "score": predictor.score.config(),
-        "model_fingerprint": predictor.model_fingerprint,
+        "task": predictor.task.config(),
+        "noise": predictor.noise.config(),
+        "numerics": predictor.numerics,
+        "model": None if identity is None else {
+            "fingerprint": identity.fingerprint, "structure": identity.structure, "probe_shape": list(identity.shape),
+        },
+        "points": predictor.items.points,
         "holdout_size": predictor.holdout_size,
         "inputs": None if predictor.inputs is None else asdict(predictor.inputs),
         "provenance": predictor.provenance,
-        "levels": [
-            {
-                "method": calibrated.rule.name,
-                "transform": calibrated.transform,
-                "setting": asdict(calibrated.rule.setting),
-                "parameters": calibrated.rule.parameters(),
-                "threshold": repr(calibrated.threshold),
-                "guarantee": predictor.guarantee_for(*level).to_dict(),
-            }
-            for level, calibrated in predictor.levels.items()
-        ],
+        "levels": [_entry(calibrated, predictor) for calibrated in predictor.levels.values()],
         "checksums": {name: _digest(tensor) for name, tensor in tensors.items()},
     }
-    text = json.dumps(manifest, sort_keys=True)
-    metadata = {"keepcover": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    write_atomically(Path(path), serialize(tensors, metadata))
+
+
+def _entry(calibrated: Calibrated, predictor: Predictor) -> dict[str, Any]:
+    rule = calibrated.rule
+    return {
+        "method": rule.name,
+        "options": rule.method.options(),
+        "asked": rule.asked.config(),
+        "parameters": rule.parameters(),
+        "threshold": [repr(value) for value in calibrated.threshold.flatten().tolist()],
+        "guarantee": rule.guarantee(predictor.task).to_dict(),
+    }
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -135,27 +128,22 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, ValueError, OSError) as error:
         raise InputError(f"{path} is not a complete safetensors file ({error}); save the predictor again") from None
+    if "holdfast" in metadata:
+        raise InputError(f"{path} was saved by holdfast 0.1.0, as keepcover was called before; calibrate again")
     if "keepcover" not in metadata or "sha256" not in metadata:
         raise InputError(f"{path} is a safetensors file but not a keepcover predictor; make one with Predictor.save")
     text = metadata["keepcover"]
-    if hashlib.sha256(text.encode()).hexdigest() != metadata.get("sha256"):
+    if hashlib.sha256(text.encode()).hexdigest() != metadata["sha256"]:
         raise InputError(f"the manifest of {path} does not match its checksum: the file was altered; save it again")
     with _malformed(path):
         manifest = json.loads(text)
-        version = manifest.get("format")
+        version, expected = manifest.get("format"), dict(manifest["checksums"])
     if version != FORMAT:
         raise InputError(f"{path} has format {version}, this version reads {FORMAT}; calibrate again")
     found = {name: _digest(tensor) for name, tensor in tensors.items()}
-    with _malformed(path):
-        expected = dict(manifest["checksums"])
-        absent = [name for name in _KEYS if name not in manifest]
-    if absent:
-        raise InputError(f"the manifest of {path} lacks {absent[0]!r}; save the predictor again")
     if found != expected:
         differ = sorted(set(found) ^ set(expected)) or sorted(name for name in found if found[name] != expected[name])
-        raise InputError(
-            f"{path}: tensor {differ[0]!r} does not match its checksum: the file was altered; save it again"
-        )
+        raise InputError(f"{path}: tensor {differ[0]!r} does not match its checksum: the file was altered; save it again")
     return manifest, tensors
 
 
@@ -164,58 +152,125 @@ def _malformed(path: str | Path) -> Iterator[None]:
     """A manifest whose checksum is right and whose content makes no sense was not written by this library."""
     try:
         yield
-    except InputError:
-        raise
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError) as error:
+    except InputError as error:
+        raise error if str(path) in str(error) else InputError(f"{path}: {error}") from None
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, ArithmeticError) as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise InputError(f"the manifest of {path} makes no sense ({reason}); save the predictor again") from None
 
 
-def promises(path: str | Path, manifest: dict[str, Any], tensors: dict[str, Tensor]) -> dict[Level, Calibrated]:
-    """The rules of a checked file, each threshold and guarantee derived again and compared with what it states."""
-    levels: dict[Level, Calibrated] = {}
+def _agree(field: str, stated: Any, found: Any) -> None:
+    """The one way in which a file is inconsistent: it states something that does not follow from the rest of it."""
+    one, other = (json.dumps(value, sort_keys=True) for value in (stated, found))  # in which 1, 1.0 and true differ
+    if one != other:
+        if isinstance(stated, dict) and isinstance(found, dict):
+            for key in sorted({*stated, *found}):
+                _agree(f"{field}.{key}" if field else key, stated.get(key), found.get(key))
+        raise InputError(f"it states {field} {_brief(one)}, the rest of it gives {_brief(other)}; save the predictor again")
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "int": lambda value: type(value) is int and 0 <= value <= _MOST,
+    "float": lambda value: type(value) is float and not math.isnan(value),
+    "int | None": lambda value: value is None or _KINDS["int"](value),
+    "tuple[float, ...]": lambda value: type(value) is tuple and all(map(_KINDS["float"], value)),
+    "str": lambda value: type(value) is str,
+    "bool": lambda value: type(value) is bool,
+}
+
+
+def _typed(value: Any) -> Any:
+    """A dataclass made of JSON values, each field of the type it names: JSON takes 1.5 for a count, and true for 1."""
+    for field in fields(value):
+        own = getattr(value, field.name)
+        if is_dataclass(own) and not isinstance(own, type):
+            _typed(own)
+        elif str(field.type) in _KINDS and not _KINDS[str(field.type)](own):
+            raise InputError(f"expected {field.type} for {field.name}, got {_brief(str(own))}")
+    return value
+
+
+def _rule(
+    name: str, options: dict[str, Any], asked: Asked, parameters: dict[str, Any], reference: Tensor | None
+) -> Rule:
+    method = saved_method(name, options)
+    steps = None
+    if method.transform is not None:
+        if reference is None:
+            raise InputError(f"{name} transforms scores, and there are no holdout scores; save the predictor again")
+        steps = method.transform.fit(reference, asked.alpha)
+    listed = {key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()}
+    return method.rule(asked, steps, **listed)
+
+
+def restore(path: str | Path, score: Any = None) -> Predictor:
+    """The promises of a saved predictor without its model, each number derived again and compared with what is stated."""
+    manifest, tensors = read(path)
     with _malformed(path):
-        for entry in manifest["levels"]:
-            parameters = {
-                key: tuple(value) if isinstance(value, list) else value for key, value in entry["parameters"].items()
-            }
-            rule = METHODS[entry["method"]](setting=Setting(**entry["setting"]), **parameters)
-            scores = tensors["calibration"]
-            if entry["transform"] == "ptt":
-                scores = PTT(tensors["holdout"], b=1 - rule.setting.alpha)(scores)
-            threshold = rule.threshold(rule.calibration_statistic(Draws(scores).first(rule.calibration_draws)))
-            saved = float(entry["threshold"])
-            if not (threshold == saved or math.isclose(threshold, saved, rel_tol=1e-12)):
-                raise InputError(
-                    f"{path}: the threshold {saved} does not follow from the calibration scores ({threshold})"
-                )
-            if rule.guarantee(manifest["score"]["name"], entry["transform"]).to_dict() != entry["guarantee"]:
-                raise InputError(f"{path}: the guarantee it states is not the one its rule gives; calibrate again")
-            levels[rule.setting.alpha, rule.setting.epsilon] = Calibrated(rule, entry["transform"], saved)
-    return levels
-
-
-def _score(config: dict[str, Any], given: str | Score | Callable[..., Tensor] | None) -> Score:
-    if not config.get("custom"):
-        score = SCORES[config["name"]](**{key: value for key, value in config.items() if key != "name"})
-        given = score if given is None else get_score(given)
-    elif given is None:
-        raise InputError(
-            f"this predictor uses the custom score {config['name']!r}; pass it: load(path, model, score=...)"
+        values, held = tensors["calibration"], tensors.get("reference")
+        if values.ndim != 2 or not values.is_floating_point() or values.isnan().any():
+            raise InputError("expected calibration scores [items, draws] without NaN; save the predictor again")
+        if held is not None:
+            _agree("holdout_size", manifest["holdout_size"], len(held))
+            if (held.diff() < 0).any():
+                raise InputError("its holdout scores are not sorted; save the predictor again")
+        config = manifest["task"]
+        task = TASKS[config["name"]].from_config(config, score)
+        task.check_probe(tensors["probe_scores"])
+        weight = tensors.get("weight")
+        if weight is None:
+            _agree("points", manifest["points"], len(values))
+        items = Items(Draws(values), manifest["points"], weight)
+        model, inputs = manifest["model"], manifest["inputs"]
+        seen = None if inputs is None else InputRange.from_dict(inputs)
+        identity = None
+        if model is not None:
+            low, high = (0.0, 1.0) if seen is None else (seen.low, seen.high)
+            identity = Identity(
+                model["fingerprint"], model["structure"], tuple(model["probe_shape"]), low, high, tensors.get("probe_outputs")
+            )
+            _agree("probe_shape", list(identity.shape), list((seen and seen.shape) or identity.shape))
+        predictor = Predictor(
+            task, {}, items, get_noise(manifest["noise"]), reference=held, identity=identity,
+            holdout_size=manifest["holdout_size"], inputs=seen, numerics=manifest["numerics"], provenance=manifest["provenance"],
         )
-    else:
-        score = given = get_score(given) if isinstance(given, str | Score) else CustomScore(given, config["name"])
-    if given.config() != config:
-        raise InputError(f"this predictor was calibrated with score {config}, not {given.config()}")
-    return score
+        levels = dict(_level(entry, predictor) for entry in manifest["levels"])
+        _agree("number of different levels", len(manifest["levels"]), len(levels))
+        if not levels:
+            raise InputError("it makes no promise; calibrate again")
+        _agree("holdout scores", held is not None, any(c.rule.transform is not None for c in levels.values()))
+        predictor = replace(predictor, levels=levels)
+        _agree("", {**manifest, "levels": []}, {**_manifest(predictor, tensors), "levels": []})
+    return predictor
+
+
+def _level(entry: dict[str, Any], predictor: Predictor) -> tuple[Level, Calibrated]:
+    asked = _typed(Asked.from_config(entry["asked"]))
+    rule = _typed(_rule(entry["method"], entry["options"], asked, entry["parameters"], predictor.reference))
+    _agree("noise", asked.threat.noise.config(), predictor.noise.config())
+    _agree("candidates", asked.candidates, predictor.task.candidates)
+    _agree("n", asked.n, predictor.items.points)
+    rule.verify(predictor.task)
+    saved = torch.tensor([float(value) for value in entry["threshold"]], dtype=torch.float64)
+    saved = saved[0] if len(saved) == 1 else saved
+    _agree("", entry, _entry(Calibrated(rule, saved), predictor))
+    again = torch.tensor(rule.threshold(rule.read(predictor.items)), dtype=torch.float64)
+    if again.shape != saved.shape or not bool(((again == saved) | torch.isclose(again, saved, rtol=1e-12, atol=0)).all()):
+        raise InputError(f"the threshold {saved.tolist()} does not follow from the calibration scores ({again.tolist()})")
+    # Another machine may round otherwise: the larger of the two keeps more labels.
+    return (asked.alpha, asked.threat.epsilon), Calibrated(rule, torch.maximum(again, saved))
 
 
 def load(
     path: str | Path,
-    model: Classifier,
+    model: Classifier | None = None,
     *,
     fingerprint: str | None = None,
-    score: str | Score | Callable[..., Tensor] | None = None,
+    score: Any = None,
     batch_size: int | None = None,
     device: torch.device | str | None = None,
     progress: bool | Report = True,
@@ -224,51 +279,23 @@ def load(
 
     Args:
         path: what :meth:`Predictor.save` wrote.
-        model: the very model it was calibrated with; its fingerprint is compared.
+        model: the very model it was calibrated with; weights, structure and the outputs of a few fixed inputs are compared.
+            None for one that was calibrated on noisy outputs, or to look at its promises.
         fingerprint: the string given at calibration for a model that is not an ``nn.Module``.
         score: only for custom scores, which are code and therefore not in the file.
         batch_size, device, progress: see :class:`Smoother`; numerics are restored from the file.
     """
-    manifest, tensors = read(path)
-    levels = promises(path, manifest, tensors)
+    predictor = restore(path, score)
+    if model is None:
+        return predictor
+    if predictor.identity is None:
+        return predictor.with_model(Smoother(model, predictor.noise, batch_size=batch_size, device=device, progress=progress))
     with _malformed(path):
-        numerics, names = manifest["numerics"], manifest["class_names"]
+        numerics = predictor.numerics
         autocast = None if numerics["autocast"] is None else _AUTOCAST[numerics["autocast"]]
-        inputs = None if manifest["inputs"] is None else InputRange.from_dict(manifest["inputs"])
         smoother = Smoother(
-            model,
-            manifest["sigma"],
-            batch_size=batch_size,
-            device=device,
-            autocast=autocast,
-            channels_last=numerics["channels_last"],
-            compile=numerics["compile"],
-            progress=progress,
+            model, predictor.noise, batch_size=batch_size, device=device, autocast=autocast,
+            channels_last=numerics["channels_last"], compile=numerics["compile"], progress=progress,
         )
-        loaded = Predictor(
-            smoother,
-            _score(manifest["score"], score),
-            levels,
-            tensors["calibration"],
-            tensors.get("holdout"),
-            manifest["classes"],
-            None if names is None else tuple(names),
-            manifest["model_fingerprint"],
-            manifest["holdout_size"],
-            inputs,
-            manifest["provenance"],
-        )
-    expected, found = loaded.model_fingerprint, fingerprint or fingerprint_of(model)
-    if expected is None or found is None:
-        warnings.warn(
-            "the model cannot be compared with the one calibrated: it has no fingerprint. Give a callable one with "
-            "fingerprint=... at calibration and loading",
-            KeepcoverWarning,
-            stacklevel=2,
-        )
-    elif expected != found:
-        raise InputError(
-            f"the model differs from the one calibrated: fingerprint {found[:12]}, expected {expected[:12]}; load the weights "
-            "that were calibrated (or give the fingerprint= string of calibration), or calibrate again"
-        )
-    return loaded
+        predictor.identity.refuse_other(smoother, fingerprint)
+    return replace(predictor, smoother=smoother)

@@ -1,4 +1,4 @@
-"""From a model and labelled data to a predictor: hold out, smooth, tune, calibrate."""
+"""From noisy outputs to a predictor: hold out, tune, calibrate. The network runs once; the rest is arithmetic on its outputs."""
 
 from __future__ import annotations
 
@@ -6,87 +6,75 @@ import datetime
 import importlib.metadata
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from keepcover.engine.arrivals import Gathered
+from keepcover.engine.fingerprint import Identity
 from keepcover.engine.inputs import Batch, InputRange, batches, in_memory, length
-from keepcover.engine.progress import Bar, Report
-from keepcover.engine.smoother import Classifier, Smoother, evaluation_mode
-from keepcover.engine.smoother import fingerprint as model_fingerprint
+from keepcover.engine.smoother import Classifier, Smoother
 from keepcover.errors import InputError, KeepcoverWarning
-from keepcover.guarantee import Guarantee
-from keepcover.methods import Method, Setting, get_method
-from keepcover.methods.exact import Exact, ExactAsymmetric
-from keepcover.methods.holdout import Holdout
-from keepcover.noise.stream import Stream, fresh_seed
-from keepcover.prediction.predictor import (
-    Calibrated,
-    Level,
-    Predictor,
-    noisy_scores,
-    noisy_scores_of,
-    score_kind,
-    score_uniform,
-)
-from keepcover.scores.draws import Draws
-from keepcover.scores.scores import Score, get_score, top_label
-from keepcover.scores.transforms import PTT
-from keepcover.tasks.metrics import check_labels
+from keepcover.methods import Asked, Holdout, Method, Rule, get_method
+from keepcover.noise import Noise, Stream, Threat, fresh_seed, get_noise
+from keepcover.prediction.outputs import check_outputs
+from keepcover.prediction.predictor import Calibrated, Level, Predictor
+from keepcover.promises import Promise
+from keepcover.scores import Draws, Items, Reading, Score
+from keepcover.scores.draws import pieces
+from keepcover.tasks import Task, get_task
+
+DRAWS = 16  # per query, where the user names none
 
 
 def calibrate(
-    model: Classifier | Smoother | Sequence[tuple[float, Classifier]],
+    model: Classifier | Smoother | Sequence[tuple[float | Noise, Classifier]],
     data: Any,
     *,
     epsilon: float | Sequence[float],
     sigma: float | None = None,
+    noise: Noise | str | None = None,
+    norm: str | None = None,
     alpha: float | Sequence[float] = 0.1,
-    score: str | Score | Callable[..., Tensor] = "hps",
-    method: str = "auto",
-    draws: int = 16,
+    promise: Promise | None = None,
+    method: str | Method = "auto",
+    task: str | Task = "classification",
+    score: str | Score | Callable[..., Tensor] | None = None,
+    draws: int = DRAWS,
     calibration_draws: int | None = None,
-    transform: str | None = None,
-    beta: float = 0.001,
     holdout: Any = None,
-    randomize: bool = False,
     class_names: Sequence[str] | None = None,
     ids: Any = None,
     seed: int | None = None,
     fingerprint: str | None = None,
-    batch_size: int | None = None,
-    device: torch.device | str | None = None,
-    autocast: torch.dtype | None = None,
-    channels_last: bool = False,
-    compile: bool = False,
-    progress: bool | Report = True,
 ) -> Predictor:
-    """Calibrate a classifier for robust prediction sets.
+    """Calibrate a model for robust prediction sets.
 
     Args:
-        model: ``images -> logits``; a :class:`Smoother` around it, which then brings sigma and numerics along; or several
-            ``(sigma, model)`` pairs, of which the holdout picks the best.
+        model: ``images -> outputs``; a :class:`Smoother` around it, which brings noise, batch size, device and numerics
+            along; or several ``(sigma, model)`` pairs, of which the holdout picks the best.
         data: labelled images in [0, 1]: ``(images, labels)``, a dataset or a loader; never seen in training.
-        epsilon: L2 radius of the attack, in pixel units; several give a predictor that answers for each.
-        sigma: standard deviation of the noise; epsilon to 2 epsilon works well for a model trained under that noise.
+        epsilon: radius of the attack, in pixel units; several give a predictor that answers for each.
+        sigma: standard deviation of Gaussian noise; epsilon to 2 epsilon works well for a model trained under that noise.
+        noise: any other noise, in place of sigma.
+        norm: in which epsilon is measured; the noise's own by default.
         alpha: miscoverage; several are allowed.
-        score: ``hps``, ``aps``, ``raps``, a :class:`Score` or a function of logits.
-        method: ``auto`` takes the better of ``exact`` and ``exact_asymmetric`` on the holdout; or any name in ``METHODS``.
+        promise: for whom, how surely and despite what; marginal by default.
+        method: ``auto`` takes the better of ``exact`` and ``exact_asymmetric`` on the holdout; or a name in ``METHODS``; or
+            a method with its own options, such as ``Exact(randomize=True)``.
+        task: what outputs mean and what a set is.
+        score: ``hps`` (the default), ``aps``, ``raps``, a :class:`Score` or a function of logits.
         draws: model evaluations per query.
-        calibration_draws: model evaluations per calibration point, paid once; by default 64 (at least ``draws``) for
-            the exact certificates and ``draws`` for other methods.
-        transform: ``none`` or ``ptt``; by default ``ptt`` for methods that average scores.
-        beta: Monte Carlo failure budget of RSCP+.
+        calibration_draws: model evaluations per calibration point, paid once; the method's usual number by default: 64 for
+            ``auto`` and ``exact_asymmetric``, as many as per query for the others.
         holdout: labelled data for tuning, or how many points to take from ``data``; by default min(500, n // 10).
-        randomize: let the exact certificates randomise their boundary.
         class_names: names for reading sets.
         ids: integers that key each point's noise; positions by default.
         seed: reproducible calibration, for experiments; fresh operating-system entropy by default.
         fingerprint: a string that identifies a model that is not an ``nn.Module``.
-        batch_size, device, autocast, channels_last, compile, progress: see :class:`Smoother`.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
@@ -96,60 +84,187 @@ def calibrate(
         >>> len(predictor.predict(images[:5]))
         5
     """
-    alphas, epsilons = _levels(alpha, "alpha"), _levels(epsilon, "epsilon")
-    levels = [(a, e) for a in alphas for e in epsilons]
-    request = _Request(get_score(score), method, draws, calibration_draws, transform, beta, randomize)
-    options = {
-        "batch_size": batch_size,
-        "device": device,
-        "autocast": autocast,
-        "channels_last": channels_last,
-        "compile": compile,
-        "progress": progress,
-    }
+    smoothers = _smoothers(model, sigma, noise)
+    question = Question.of(
+        _task(task, score, class_names), method, alpha, epsilon, norm, promise, draws, calibration_draws
+    )
     seed = fresh_seed() if seed is None else seed
-    holdout = int(holdout) if isinstance(holdout, Integral) else holdout
-    if isinstance(model, Smoother):
-        if sigma is not None and sigma != model.sigma:
-            raise InputError(f"the smoother already has sigma {model.sigma:g}; leave sigma out or make them agree")
-        if any(options[name] for name in ("batch_size", "device", "autocast", "channels_last", "compile")):
-            raise InputError("the smoother brings its own batch_size, device and numerics; set them there")
-        smoothers = [model]
-    elif isinstance(model, Sequence):
-        if sigma is not None:
-            raise InputError("give either sigma or several (sigma, model) pairs, not both")
-        if len(model) == 0 or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in model):
-            raise InputError("expected (sigma, model) pairs, for instance [(0.25, a), (0.5, b)]")
-        smoothers = [Smoother(m, float(s), **options) for s, m in model]
-        if len(smoothers) > 1 and not in_memory(data) and (holdout is None or isinstance(holdout, int)):
-            raise InputError(
-                "choosing among several (sigma, model) pairs reads the holdout once per pair: give it as holdout="
-            )
-    elif sigma is None:
-        raise InputError("expected sigma, the standard deviation of the noise; epsilon to 2 epsilon works well")
-    else:
-        smoothers = [Smoother(model, sigma, **options)]
+    shape = _shape(data)
     for smoother in smoothers:
-        request.refuse_impossible(levels, smoother.sigma, length(data))
-    parts = _Parts(data, holdout, ids, seed, request.needs_holdout or len(smoothers) > 1)
+        question.check(smoother.noise, length(data), shape)
+    parts = _Parts(data, holdout, ids, seed, question.method.needs_holdout or len(smoothers) > 1)
     if len(smoothers) > 1:
-        smoother = min(smoothers, key=lambda s: _expected_size(s, parts, request, levels, seed))
+        if not in_memory(data) and parts.given is None:
+            raise InputError("choosing among several (sigma, model) pairs reads the holdout once per pair: give it as holdout=")
+        smoother = min(smoothers, key=lambda one: _expected_size(one, parts, question, seed, shape))
     else:
         smoother = smoothers[0]
-    collected = _collect(smoother, parts, request, seed)
-    return _conformalize(smoother, collected, request, levels, class_names, fingerprint)
+    collected = _collect(smoother, parts, question, seed)
+    made = _conclude(question, collected, smoother.noise, shape)
+    seen, first = collected.inputs, collected.shape
+    assert seen is not None
+    identity = Identity.of(smoother, first, seen.low, seen.high, fingerprint)
+    return replace(made, smoother=smoother, identity=identity, numerics=smoother.numerics)
 
 
-conformalize = calibrate
+def calibrate_outputs(
+    outputs: Any,
+    truth: Any = None,
+    *,
+    epsilon: float | Sequence[float],
+    sigma: float | None = None,
+    noise: Noise | str | None = None,
+    norm: str | None = None,
+    shape: Sequence[int] | None = None,
+    alpha: float | Sequence[float] = 0.1,
+    promise: Promise | None = None,
+    method: str | Method = "auto",
+    task: str | Task = "classification",
+    score: str | Score | Callable[..., Tensor] | None = None,
+    draws: int | None = None,
+    holdout: int | None = None,
+    class_names: Sequence[str] | None = None,
+    ids: Any = None,
+    seed: int | None = None,
+) -> Predictor:
+    """Calibrate on noisy outputs that any framework has computed: ``outputs[i, j]`` is what the model returned for point i
+    under the j-th noise vector.
+
+    The guarantee adds that they were drawn under this noise, independently over points and draws, and that the noise of
+    queries is fresh and secret. All N draws calibrate where the method has a use for them; ``draws`` are spent per query.
+
+    Args:
+        outputs: [n, N, ...], a tensor, an array or a :class:`LogitStore`, which knows its truth and its sigma.
+        truth: of every point.
+        shape: of one input, for norms whose bound depends on it.
+        draws: model evaluations per query; min(16, N) by default.
+        holdout: how many points to take for tuning; by default min(500, n // 10).
+        epsilon, sigma, noise, norm, alpha, promise, method, task, score, class_names, ids, seed: as for :func:`calibrate`.
+
+    Example:
+        >>> logits = torch.randn(400, 8, 3) + 4 * torch.nn.functional.one_hot(torch.arange(400) % 3)[:, None]
+        >>> predictor = calibrate_outputs(logits, torch.arange(400) % 3, epsilon=0.1, sigma=0.2, draws=4)
+        >>> len(predictor.predict_outputs(logits[:5, :4]))
+        5
+    """
+    if truth is None:
+        truth = getattr(outputs, "labels", None)
+        noise = getattr(getattr(outputs, "key", None), "noise", None) if sigma is None and noise is None else noise
+    if truth is None:
+        raise InputError("expected the truth of every point: calibrate_outputs(outputs, truth, ...)")
+    values = check_outputs(outputs)
+    added = _noise(sigma, noise)
+    n, available = values.shape[:2]
+    question = Question.of(
+        _task(task, score, class_names), method, alpha, epsilon, norm, promise, draws or min(DRAWS, available), None
+    )
+    per_point = max(question.method.draws_used(question.draws, available)[1], 1)
+    if max(question.draws, per_point) > available:
+        raise InputError(f"asked for {question.draws} draws per query, only {available} outputs per point are there")
+    question = replace(question, calibration_draws=min(available, max(per_point, question.calibration_draws)))
+    where = None if shape is None else tuple(shape)
+    question.check(added, n, where)
+    seed = fresh_seed() if seed is None else seed
+    keys = torch.arange(n) if ids is None else torch.as_tensor(ids)
+    task_ = question.task.seen(values)
+    known = task_.check_truth(truth, n).to(values.device)
+    held = chosen_rows(n, holdout, seed) if question.method.needs_holdout else torch.zeros(0, dtype=torch.int64)
+    rest = torch.ones(n, dtype=torch.bool)
+    rest[held] = False
+    rows = rest.nonzero()[:, 0]
+    collected = _Collected(
+        None if len(held) == 0 else Holdout(
+            task_, values[held], known[held], task_.uniform(Stream(seed, "holdout"), keys[held].to(values.device))
+        ),
+        items_of(task_, values, known, rows, question.reading, Stream(seed, "calibration"), keys),
+        task_, task_.right(values[:, 0:1], known),
+    )
+    return _conclude(question, collected, added, where)
 
 
-# -- inside calibrate --------------------------------------------------------------------------------------------------
+def items_of(
+    task: Task, outputs: Tensor, truth: Tensor, rows: Tensor, reading: Reading, stream: Stream, ids: Tensor
+) -> Items:
+    """The items of some points, piece by piece."""
+    parts = []
+    for piece in pieces(outputs[rows]):
+        some = rows[piece]
+        parts.append(task.items(outputs[some], truth[some], reading, task.uniform(stream, ids[some].to(outputs.device))))
+    return joined_items(parts)
 
 
-def _levels(values: float | Sequence[float], name: str) -> list[float]:
+def joined_items(parts: list[Items]) -> Items:
+    """Items of several batches as one, on the CPU."""
+    weight = None if parts[0].weight is None else torch.cat([part.weight.cpu() for part in parts if part.weight is not None])
+    values = torch.cat([part.draws.values.cpu() for part in parts])
+    return Items(Draws(values, parts[0].draws.unit), sum(part.points for part in parts), weight)
+
+
+# -- what is asked -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the user asked for, apart from data, model and noise."""
+
+    task: Task
+    method: Method
+    levels: tuple[Level, ...]
+    norm: str | None
+    promise: Promise
+    draws: int
+    calibration_draws: int
+
+    @classmethod
+    def of(
+        cls, task: Task, method: str | Method, alpha: Any, epsilon: Any, norm: str | None, promise: Promise | None,
+        draws: int, calibration_draws: int | None,
+    ) -> Question:
+        if draws < 1 or (calibration_draws is not None and calibration_draws < 1):
+            raise InputError(f"expected at least 1 draw, got {draws} (calibration {calibration_draws})")
+        chosen = get_method(method)
+        per_point = chosen.usual_calibration_draws(draws) if calibration_draws is None else calibration_draws
+        levels = tuple((a, e) for a in numbers(alpha, "alpha") for e in numbers(epsilon, "epsilon"))
+        return cls(task, chosen, levels, norm, promise or Promise(), draws, chosen.draws_used(draws, per_point)[1])
+
+    @property
+    def reading(self) -> Reading:
+        """How calibration items are kept: the score, or its order where that will do."""
+        return Reading(self.method.compares_only or self.method.transform is not None)
+
+    @property
+    def holdout_draws(self) -> int:
+        return max(self.calibration_draws, self.method.draws_used(self.draws, self.calibration_draws)[0])
+
+    def asked(self, level: Level, noise: Noise, n: int, shape: Any) -> Asked:
+        threat = Threat(noise, level[1], self.norm, shape)
+        return Asked(level[0], threat, self.draws, n, self.task.candidates, self.calibration_draws, self.promise)
+
+    def check(self, noise: Noise, n: int | None, shape: Any) -> None:
+        """Impossible promises are refused before the network runs; n is checked again once it is known exactly."""
+        for level in self.levels:
+            if level[0] > 0.5:
+                warnings.warn(
+                    f"alpha {level[0]:g} is the share of sets that may miss the truth: it promises {1 - level[0]:.0%} coverage; "
+                    f"for {level[0]:.0%} coverage say alpha={1 - level[0]:g}",
+                    KeepcoverWarning, stacklevel=4,
+                )
+            self.method.check(self.asked(level, noise, n or 10**9, shape), self.task)
+
+
+def _task(task: str | Task, score: Any, class_names: Sequence[str] | None) -> Task:
+    if isinstance(task, Task):
+        if score is not None or class_names is not None:
+            raise InputError("the task brings its own score and class names; give them there")
+        return task
+    options = {"score": score, "class_names": None if class_names is None else tuple(class_names)}
+    return get_task(task, **{name: value for name, value in options.items() if value is not None})
+
+
+def numbers(values: float | Sequence[float], name: str) -> list[float]:
+    """One or several levels as the user typed them: a float32 0.1 is meant as 1/10."""
     many = values if isinstance(values, Sequence) and not isinstance(values, str) else [values]
     try:
-        # Through str: a float32 0.1 is meant as 1/10 by whoever typed it.
         listed = [float(str(v.item() if hasattr(v, "item") else v)) for v in many]  # type: ignore[union-attr]
     except (TypeError, ValueError):
         raise InputError(f"expected one or several numbers for {name}, got {values!r}") from None
@@ -158,280 +273,212 @@ def _levels(values: float | Sequence[float], name: str) -> list[float]:
     return listed
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What the user asked for, apart from data and model."""
-
-    score: Score
-    method: str
-    draws: int
-    asked_calibration_draws: int | None
-    asked_transform: str | None
-    beta: float
-    randomize: bool
-
-    def __post_init__(self) -> None:
-        if self.draws < 1 or (self.asked_calibration_draws or 1) < 1:
-            raise InputError(f"expected at least 1 draw, got {self.draws} (calibration {self.asked_calibration_draws})")
-        if self.transform not in ("none", "ptt"):
-            raise InputError(f"expected transform none or ptt, got {self.transform!r}")
-        if self.kind == "plain" and not self.score.bounded:
-            raise InputError(
-                f"{self.main.name} without PTT assumes scores in [0, 1] and {self.score.name!r} does not promise that; use "
-                "transform='ptt', a bounded score, or an exact certificate"
-            )
-
-    @property
-    def main(self) -> type[Method]:
-        return ExactAsymmetric if self.method == "auto" else get_method(self.method)
-
-    @property
-    def transform(self) -> str:
-        return self.asked_transform or ("none" if self.main.compares_only else "ptt")
-
-    @property
-    def calibration_draws(self) -> int:
-        asked = self.asked_calibration_draws
-        if asked is None:
-            asked = max(64, self.draws) if self.main is ExactAsymmetric else self.draws
-        return self.main.draws_used(self.draws, asked)[1]
-
-    @property
-    def holdout_draws(self) -> int:
-        return max(self.calibration_draws, self.main.draws_used(self.draws, self.calibration_draws)[0])
-
-    @property
-    def kind(self) -> str:
-        return score_kind(self.main, self.transform)
-
-    @property
-    def needs_holdout(self) -> bool:
-        return self.main.uses_holdout or self.transform == "ptt"
-
-    def setting(
-        self, level: Level, sigma: float, n: int, classes: int, calibration_draws: int | None = None
-    ) -> Setting:
-        return Setting(
-            level[0], level[1], sigma, self.draws, n, classes, calibration_draws or self.calibration_draws, self.beta
+def _noise(sigma: float | None, noise: Noise | str | None) -> Noise:
+    if (sigma is None) == (noise is None):
+        raise InputError(
+            "expected sigma, the standard deviation of Gaussian noise (epsilon to 2 epsilon works well), or another noise=..., "
+            "and not both"
         )
+    return get_noise(noise if noise is not None else float(sigma or 0.0))
 
-    def refuse_impossible(self, levels: list[Level], sigma: float, n: int | None) -> None:
-        """Impossible promises are refused before the network runs; n is checked again once it is known exactly."""
-        for level in levels:
-            setting = self.setting(level, sigma, n or 10**9, 2)
-            Guarantee(
-                self.main.name,
-                self.main.certified,
-                *level,
-                sigma,
-                self.draws,
-                setting.n,
-                self.calibration_draws,
-                self.beta if self.main.pays_beta else None,
-            )
 
-    def fit(self, level: Level, sigma: float, n: int, classes: int, holdout: Holdout | None) -> Method:
-        setting = self.setting(level, sigma, n, classes)
-        if self.method != "auto":
-            more = {"randomize": self.randomize} if issubclass(self.main, Exact | ExactAsymmetric) else {}
-            return self.main.fit(setting, holdout, **more)
-        if holdout is None:
-            raise InputError("no holdout point was read; give holdout=(images, labels)")
-        short = self.setting(level, sigma, n, classes, min(self.draws, self.calibration_draws))
-        rules: list[Method] = [Exact.fit(s, holdout, self.randomize) for s in dict.fromkeys((setting, short))]
-        rules.append(ExactAsymmetric.fit(setting, holdout, self.randomize))
-        return min(rules, key=lambda rule: rule.estimated_size(holdout))
+def _smoothers(model: Any, sigma: float | None, noise: Noise | str | None) -> list[Smoother]:
+    if isinstance(model, Smoother):
+        if (sigma is not None or noise is not None) and _noise(sigma, noise) != model.noise:
+            raise InputError(f"the smoother already adds {model.noise}; leave sigma and noise out or make them agree")
+        return [model]
+    if not isinstance(model, Sequence):
+        return [Smoother(model, _noise(sigma, noise))]
+    if sigma is not None or noise is not None:
+        raise InputError("give either sigma or several (sigma, model) pairs, not both")
+    if len(model) == 0 or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in model):
+        raise InputError("expected (sigma, model) pairs, for instance [(0.25, a), (0.5, b)]")
+    return [Smoother(one, get_noise(added)) for added, one in model]
+
+
+def _shape(data: Any) -> tuple[int, ...] | None:
+    """The shape of one input, where it is known before reading."""
+    first = data[0] if isinstance(data, tuple) and len(data) == 2 else data
+    return tuple(first.shape[1:]) if hasattr(first, "shape") and len(getattr(first, "shape", ())) > 1 else None
+
+
+# -- from data to noisy scores -----------------------------------------------------------------------------------------
+
+
+def chosen_rows(n: int, size: int | None, seed: int) -> Tensor:
+    """Which of n points are held out; that is no secret, only the noise is."""
+    size = min(500, n // 10) if size is None else size
+    if n == 0:
+        raise InputError("expected labelled points to calibrate on, got none")
+    if not 1 <= size < n:
+        raise InputError(
+            f"expected a holdout of 1 to {n - 1} of the {n} points, got {size}; give more data or holdout=(images, labels)"
+        )
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed % 2**63))[:size]
 
 
 class _Parts:
-    """The data as (role, batch) pairs: holdout points and calibration points, disjoint, decided by id alone."""
+    """The data as (role, batch) pairs: holdout points and calibration points, disjoint, decided by position alone."""
 
     def __init__(self, data: Any, holdout: Any, ids: Any, seed: int, needed: bool) -> None:
         self.data, self.ids = data, ids
-        self.given = None if holdout is None or isinstance(holdout, int) else holdout
+        size = int(holdout) if isinstance(holdout, Integral) else None
+        self.given = None if holdout is None or size is not None else holdout
         self.chosen = torch.zeros(0, dtype=torch.int64)
         if self.given is None and needed:
             n = length(data)
             if n is None:
                 raise InputError("the data have no length, so no holdout can be drawn from them: give one as holdout=")
-            size = min(500, n // 10) if holdout is None else holdout
-            if n == 0:
-                raise InputError("expected labelled images to calibrate on, got none")
-            if not 1 <= size < n:
-                raise InputError(
-                    f"expected a holdout of 1 to {n - 1} of the {n} points, got {size}; give more data or holdout=(images, labels)"
-                )
-            # Which points are held out is no secret: only the noise is.
-            generator = torch.Generator().manual_seed(seed % 2**63)
-            self.chosen = torch.randperm(n, generator=generator)[:size]
+            self.chosen = chosen_rows(n, size, seed)
 
-    def holdout_batches(self) -> Iterator[Batch]:
-        """The holdout alone, for choosing sigma."""
-        if self.given is not None:
-            yield from batches(self.given, labelled=True)
-        else:
-            for role, batch in self.all_batches():
-                if role == "holdout":
-                    yield batch
-
-    def all_batches(self) -> Iterator[tuple[str, Batch]]:
+    def batches(self, only_holdout: bool = False) -> Iterator[tuple[str, Batch]]:
         if self.given is not None:
             for batch in batches(self.given, labelled=True):
                 yield "holdout", batch
+            if only_holdout:
+                return
         position = 0
         for batch in batches(self.data, self.ids, labelled=True):
             held = torch.isin(torch.arange(position, position + len(batch)), self.chosen)
             position += len(batch)
             for role, mask in (("holdout", held), ("calibration", ~held)):
-                if mask.any():
+                if mask.any() and not (only_holdout and role == "calibration"):
                     yield role, batch if mask.all() else batch[mask.nonzero()[:, 0]]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Collected:
-    """Noisy scores: the holdout's for every label, the calibration points' for their true label only."""
+    """What calibration keeps: the holdout's noisy outputs, and of calibration points the scores of what they must cover."""
 
     holdout: Holdout | None
-    calibration: Draws | None
-    classes: int
-    accuracy: float
-    inputs: InputRange | None
-
-    @property
-    def first_draws(self) -> Tensor:
-        """Sorted scores of the holdout's true labels, one draw each: what PTT is fitted on."""
-        assert self.holdout is not None
-        return self.holdout.true.values[:, 0].sort().values
-
-    def transformed(self, alpha: float) -> _Collected:
-        assert self.holdout is not None
-        ptt = PTT(self.first_draws, b=1 - alpha)
-        held = Holdout(Draws(ptt(self.holdout.draws.values)), self.holdout.labels)
-        calibration = None if self.calibration is None else Draws(ptt(self.calibration.values))
-        return _Collected(held, calibration, self.classes, self.accuracy, self.inputs)
-
-
-def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, only_holdout: bool = False) -> _Collected:
-    """One pass over the data. PTT comes later: it is fitted on what is collected here."""
-    streams = {role: Stream(seed, role) for role in ("holdout", "calibration")}
-    draws = {"holdout": request.holdout_draws, "calibration": request.calibration_draws}
-    kind = "order" if request.kind == "ptt" else request.kind
-    kept: dict[str, list[Tensor]] = {"holdout": [], "calibration": []}
-    labels: list[Tensor] = []
-    classes, right, seen = 0, 0.0, 0
+    items: Items | None
+    task: Task
+    right: Tensor | None
     inputs: InputRange | None = None
-    source = (("holdout", b) for b in parts.holdout_batches()) if only_holdout else parts.all_batches()
-    bar = Bar("smoothing", None if only_holdout else length(parts.data), smoother.progress)
-    with evaluation_mode(smoother.model), bar:
-        for role, batch in _small(source, smoother, draws):
-            seen_here = InputRange.of(batch.images)
-            inputs = seen_here if inputs is None else inputs.union(seen_here)
-            logits = smoother.logits(batch.images, draws[role], streams[role], batch.ids)
-            if seen == 0:
-                _warn_of_probabilities(logits)
-            assert batch.labels is not None
-            y = check_labels(batch.labels, len(batch), logits.shape[2]).to(logits.device)
-            classes = logits.shape[2]
-            right += float((top_label(logits) == y[:, None]).double().mean(dim=1).sum())
-            seen += len(batch)
-            u = score_uniform(request.score, streams[role], batch.ids.to(logits.device))
-            if role == "holdout":
-                scores = noisy_scores(request.score, kind, logits, u)
-                labels.append(y.cpu())
-            else:
-                scores = noisy_scores_of(y, request.score, kind, logits, u)
-            kept[role].append(scores.values.cpu())
-            bar.advance(len(batch))
-    holdout = Holdout(Draws(torch.cat(kept["holdout"])), torch.cat(labels)) if labels else None
-    calibration = Draws(torch.cat(kept["calibration"])) if kept["calibration"] else None
-    return _Collected(holdout, calibration, classes, right / max(seen, 1), inputs)
+    shape: tuple[int, ...] = ()
 
 
-def _warn_of_probabilities(logits: Tensor) -> None:
-    if bool(logits.amin() >= 0) and bool(((logits.sum(dim=-1) - 1).abs() < 1e-3).all()):
+def _collect(smoother: Smoother, parts: _Parts, question: Question, seed: int, only_holdout: bool = False) -> _Collected:
+    """One pass of the network over the data."""
+    streams = {role: Stream(seed, role) for role in ("holdout", "calibration")}
+    spans = {"holdout": range(question.holdout_draws), "calibration": range(question.calibration_draws)}
+    total = length(parts.data)
+    items: list[Items] = []
+    values, held, truths, right = Gathered(total), Gathered(), [], Gathered(total)
+    keys: list[Tensor] = []
+    inputs: InputRange | None = None
+    shape: tuple[int, ...] = ()
+    task, warned, asked = question.task, False, parts.batches(only_holdout)
+
+    def wanted() -> Iterator[tuple[Batch, range, Stream]]:
+        nonlocal inputs, shape
+        for role, batch in asked:
+            here = InputRange.of(batch.images)
+            shape = here.shape or shape
+            inputs = here if inputs is None else inputs.union(here)
+            yield batch, spans[role], streams[role]
+
+    for batch, stream, outputs in smoother.streams(wanted(), None if only_holdout else total):
+        task = task.seen(outputs)
+        if not warned:
+            _warn_of_probabilities(outputs)
+            warned = True
+        truth = task.check_truth(batch.labels, len(batch)).to(outputs.device)
+        good = task.right(outputs, truth)
+        if good is not None:
+            right.add(good)
+        if stream.role == "holdout":
+            held.add(outputs)
+            truths.append(truth.cpu())
+            keys.append(batch.ids.cpu())
+            continue
+        own = task.items(outputs, truth, question.reading, task.uniform(stream, batch.ids))
+        items.append(own)
+        values.add(own.draws.values)
+    holdout = None
+    if truths:
+        whole = held.whole()
+        holdout = Holdout(task, whole, torch.cat(truths), task.uniform(streams["holdout"], torch.cat(keys)))
+    found = None
+    if items:
+        weights = [part.weight.cpu() for part in items if part.weight is not None]
+        unit = items[0].draws.unit
+        found = Items(Draws(values.whole(), unit), sum(p.points for p in items), torch.cat(weights) if weights else None)
+    return _Collected(holdout, found, task, right.whole() if task.groups(torch.zeros(1)) is not None else None, inputs, shape)
+
+
+def _warn_of_probabilities(outputs: Tensor) -> None:
+    if outputs.ndim == 3 and bool(outputs.amin() >= 0) and bool(((outputs.sum(dim=-1) - 1).abs() < 1e-3).all()):
         warnings.warn(
             "the model seems to return probabilities where logits are expected, so its scores are squeezed together and sets "
             "will be large; return logits, or the logarithm of the probabilities",
-            KeepcoverWarning,
-            stacklevel=4,
+            KeepcoverWarning, stacklevel=4,
         )
 
 
-def _small(
-    source: Iterator[tuple[str, Batch]], smoother: Smoother, draws: dict[str, int]
-) -> Iterator[tuple[str, Batch]]:
-    """Cut batches so that their noisy logits stay small, however large a loader's batches are."""
-    for role, batch in source:
-        step = max(32, smoother.images_per_chunk(batch.images, draws[role]))
-        for at in range(0, len(batch), step):
-            yield role, batch[at : at + step]
-
-
-def _expected_size(smoother: Smoother, parts: _Parts, request: _Request, levels: list[Level], seed: int) -> float:
+def _expected_size(smoother: Smoother, parts: _Parts, question: Question, seed: int, shape: Any) -> float:
     """Mean set size to expect over the levels asked for, from the holdout alone."""
-    collected = _collect(smoother, parts, request, seed, only_holdout=True)
+    collected = _collect(smoother, parts, question, seed, only_holdout=True)
+    assert collected.holdout is not None
     n = length(parts.data) or 10**6
-    total = 0.0
-    for level in levels:
-        own = collected.transformed(level[0]) if request.transform == "ptt" else collected
-        assert own.holdout is not None
-        total += request.fit(level, smoother.sigma, n, own.classes, own.holdout).estimated_size(own.holdout)
-    return total
+    question = replace(question, task=collected.task)
+    rules = [question.method.fit(question.asked(level, smoother.noise, n, shape), collected.holdout) for level in question.levels]
+    return sum(rule.estimated_size(collected.holdout) for rule in rules)
 
 
-def _conformalize(
-    smoother: Smoother,
-    collected: _Collected,
-    request: _Request,
-    levels: list[Level],
-    class_names: Sequence[str] | None,
-    fingerprint: str | None,
-) -> Predictor:
-    if collected.calibration is None:
+# -- from noisy scores to a predictor ----------------------------------------------------------------------------------
+
+
+def _conclude(question: Question, collected: _Collected, noise: Noise, shape: Any) -> Predictor:
+    """Fit every level's rule on the holdout, then look at the calibration points once."""
+    if collected.items is None:
         raise InputError("no calibration points are left after the holdout; give more data")
-    classes, n = collected.classes, len(collected.calibration)
-    if class_names is not None and len(class_names) != classes:
-        raise InputError(f"expected {classes} class names, one per output of the model, got {len(class_names)}")
-    if collected.accuracy < 1 / classes + 0.1 * (1 - 1 / classes):  # a tenth of the way from guessing to perfect
-        warnings.warn(
-            f"the model is right on only {collected.accuracy:.1%} of noisy draws at sigma {smoother.sigma:g}, so sets will be "
-            "large; train or fine-tune it under this noise, or choose a smaller sigma",
-            KeepcoverWarning,
-            stacklevel=3,
-        )
-    calibrated: dict[Level, Calibrated] = {}
-    for level in levels:
-        own = collected.transformed(level[0]) if request.transform == "ptt" else collected
-        assert own.calibration is not None
-        rule = request.fit(level, smoother.sigma, n, classes, own.holdout)
-        rule.guarantee()
-        threshold = rule.threshold(rule.calibration_statistic(own.calibration.first(rule.calibration_draws)))
-        if rule.always_full(threshold):
+    items, question = collected.items, replace(question, task=collected.task)
+    if collected.right is not None:
+        _warn_of_accuracy(float(collected.right.mean()), question.task.candidates or 2, noise)
+    levels: dict[Level, Calibrated] = {}
+    for level in question.levels:
+        asked = question.asked(level, noise, items.points, shape)
+        rule = question.method.fit(asked, collected.holdout)
+        rule.guarantee(question.task)
+        levels[level] = Calibrated(rule, torch.tensor(rule.threshold(rule.read(items)), dtype=torch.float64))
+        if levels[level].full:
             warnings.warn(
-                f"{rule.name} at alpha {level[0]:g}, epsilon {level[1]:g} can only return the full label set here; more draws, "
-                "more calibration points, a larger sigma or a smaller epsilon may help",
-                KeepcoverWarning,
-                stacklevel=3,
+                f"{rule.name} at alpha {level[0]:g}, epsilon {level[1]:g} can only return everything here; more draws, more "
+                "calibration points, a larger sigma or a smaller epsilon may help",
+                KeepcoverWarning, stacklevel=4,
             )
-        calibrated[level] = Calibrated(rule, request.transform, threshold)
+    holdout = collected.holdout
     return Predictor(
-        smoother,
-        request.score,
-        calibrated,
-        # In the order of their first draw: what is saved need not tell which point was which.
-        calibration=collected.calibration.values[collected.calibration.values[:, 0].argsort()],
-        holdout=collected.first_draws if request.transform == "ptt" else None,
-        classes=classes,
-        class_names=None if class_names is None else tuple(class_names),
-        model_fingerprint=fingerprint or model_fingerprint(smoother.model),
-        holdout_size=0 if collected.holdout is None else len(collected.holdout),
+        question.task,
+        levels,
+        _unordered(items),
+        noise,
+        reference=None if question.method.transform is None or holdout is None else holdout.reference.sort().values.cpu(),
+        holdout_size=0 if holdout is None else len(holdout),
         inputs=collected.inputs,
         provenance=_provenance(),
     )
 
 
+def _unordered(items: Items) -> Items:
+    """In the order of their first draw: what is saved need not tell which point was which."""
+    order = items.draws.values[:, 0].argsort()
+    weight = None if items.weight is None else items.weight[order]
+    return Items(items.draws[order], items.points, weight)
+
+
+def _warn_of_accuracy(accuracy: float, classes: int, noise: Noise) -> None:
+    if accuracy < 1 / classes + 0.1 * (1 - 1 / classes):  # a tenth of the way from guessing to perfect
+        warnings.warn(
+            f"the model is right on only {accuracy:.1%} of noisy draws under {noise}, so sets will be large; train or fine-tune "
+            "it under this noise, or choose less noise",
+            KeepcoverWarning, stacklevel=4,
+        )
+
+
 def _provenance() -> dict[str, str]:
-    """When and with what a predictor was made; whoever knows more adds to it."""
+    """When and with what a predictor was made."""
     try:
         version = importlib.metadata.version("keepcover")
     except importlib.metadata.PackageNotFoundError:  # run from its sources

@@ -11,13 +11,9 @@ from torch import Tensor
 
 from keepcover.engine.inputs import check_probabilities, check_table, extremes
 from keepcover.errors import InputError
-from keepcover.methods import Setting, SplitCP
-from keepcover.noise.stream import Stream, fresh_seed
-from keepcover.prediction.predictor import noisy_scores, score_uniform
-from keepcover.scores.draws import Draws, joined, pieces
-from keepcover.scores.scores import HPS, Score, as_logits, get_score
-from keepcover.tasks.metrics import check_labels
-from keepcover.tasks.sets import PredictionSets
+from keepcover.prediction.calibration import calibrate_outputs
+from keepcover.scores import HPS, CustomScore, Score, as_logits, get_score
+from keepcover.tasks import PredictionSets
 
 
 def split_conformal(
@@ -57,53 +53,33 @@ def split_conformal(
 
         Logits enter as probabilities, or as scores that do not saturate:
 
-        >>> from keepcover.scores.scores import log_odds
+        >>> from keepcover.scores import log_odds
         >>> logits, more = torch.randn(99, 10), torch.randn(5, 10)
         >>> known = logits.argmax(dim=1)
         >>> len(keepcover.split_conformal((log_odds(logits), known), log_odds(more), score=None))
         5
     """
-    function = None if score is None else get_score(score)
     if not (isinstance(calibration, tuple | list) and len(calibration) == 2):
         raise InputError("expected calibration points as (probabilities, labels), or (scores, labels) with score=None")
-    known = _checked(calibration[0], "calibration", function)
-    n, classes = known.shape
-    labels = _labels(calibration[1], n, classes).to(known.device)
-    rule = SplitCP(Setting(_level(alpha), 0.0, 0.0, 1, n, classes))
-    guarantee = rule.guarantee("given" if function is None else function.name)
-    values = _checked(test, "test", function)
-    if values.shape[1] != classes or values.dtype != known.dtype:
+    asked = None if score is None else get_score(score)
+    known, values = (_checked(part, what, asked) for part, what in ((calibration[0], "calibration"), (test, "test")))
+    if values.shape[1] != known.shape[1] or values.dtype != known.dtype:
         raise InputError(
-            f"expected calibration and test points with the same classes in the same precision, got {classes} of "
+            f"expected calibration and test points with the same classes in the same precision, got {known.shape[1]} of "
             f"{known.dtype} and {values.shape[1]} of {values.dtype}; rounding one of them would move its ties"
         )
-    if class_names is not None and len(class_names) != classes:
-        raise InputError(f"expected {classes} class names, one per column, got {len(class_names)}")
-    seed = fresh_seed() if seed is None else seed
-
-    u = _uniform(function, Stream(seed, "calibration"), known)
-    own = [_draws(function, known[part], u[part]).of_label(labels[part]).values for part in pieces(known)]
-    threshold = rule.threshold(rule.calibration_statistic(Draws(joined(own))))
-    u = _uniform(function, Stream(seed, "test"), values)
-    mask = torch.empty_like(values, dtype=torch.bool)
-    for part in pieces(values):
-        mask[part] = rule.decide(_draws(function, values[part], u[part]), threshold)
-    return PredictionSets(mask, guarantee, None if class_names is None else tuple(class_names))
-
-
-def _level(alpha: Any) -> float:
-    try:
-        return float(str(alpha))  # a float32 0.1 is meant as 1/10 by whoever typed it
-    except ValueError:
-        raise InputError(f"expected one number for alpha, 0.1 promises 90 % coverage, got {alpha!r}") from None
-
-
-def _labels(values: Any, n: int, classes: int) -> Tensor:
-    try:
-        labels = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"expected labels as columns 0 to {classes - 1}, a tensor or array of integers") from None
-    return check_labels(labels, n, classes)
+    given: Score
+    if asked is None:
+        given = CustomScore(lambda scores: scores, "given")
+    elif type(asked) is HPS:
+        given = CustomScore(torch.neg, "hps")  # the order of 1 - p, and nothing is rounded
+    else:
+        known, values, given = as_logits(known), as_logits(values), asked
+    predictor = calibrate_outputs(
+        known[:, None], calibration[1], epsilon=0.0, sigma=0.0, alpha=alpha, method="cp", score=given, class_names=class_names,
+        seed=seed,
+    )
+    return predictor.predict_outputs(values[:, None], seed=seed)
 
 
 def _checked(values: Any, what: str, score: Score | None) -> Tensor:
@@ -114,17 +90,3 @@ def _checked(values: Any, what: str, score: Score | None) -> Tensor:
     if math.isnan(extremes(scores)[0]):
         raise InputError(f"{what} scores contain NaN; a NaN has no rank, so no guarantee can be given")
     return scores
-
-
-def _uniform(score: Score | None, stream: Stream, values: Tensor) -> Tensor:
-    ids = torch.arange(len(values), device=values.device)
-    return torch.zeros_like(ids) if score is None else score_uniform(score, stream, ids)
-
-
-def _draws(score: Score | None, values: Tensor, u: Tensor) -> Draws:
-    """The scores of every label [n, K, 1], or what has their order."""
-    if score is None:
-        return Draws(values[..., None])
-    if type(score) is HPS:
-        return Draws(-values[..., None])  # the order of 1 - p, and nothing is rounded
-    return noisy_scores(score, "order", as_logits(values)[:, None], u)

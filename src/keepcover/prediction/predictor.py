@@ -1,9 +1,9 @@
-"""A calibrated classifier: what most users touch after :func:`keepcover.calibrate`."""
+"""A calibrated model: what most users touch after :func:`keepcover.calibrate`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -12,121 +12,75 @@ import torch
 from torch import Tensor
 
 from keepcover.engine.arrivals import Gathered
+from keepcover.engine.fingerprint import Identity
 from keepcover.engine.inputs import Batch, InputRange, batches, length, watched
 from keepcover.engine.progress import Bar
-from keepcover.engine.smoother import Smoother
+from keepcover.engine.smoother import Classifier, Smoother
 from keepcover.errors import InputError
 from keepcover.guarantee import Guarantee
-from keepcover.methods import Method
+from keepcover.methods import Rule
 from keepcover.methods.early_exit import Vote
-from keepcover.noise.stream import Stream, fresh_seed
-from keepcover.scores.draws import Draws, joined, pieces
-from keepcover.scores.scores import Score
-from keepcover.scores.transforms import PTT
-from keepcover.tasks.sets import PredictionSets
+from keepcover.noise import Noise, Stream, fresh_seed
+from keepcover.prediction.outputs import check_outputs
+from keepcover.scores import Items, Reading
+from keepcover.scores.draws import pieces
+from keepcover.tasks import Task
 
 Level = tuple[float, float]  # (alpha, epsilon)
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """One promise of a predictor: the rule, the kind of scores it reads and the threshold its calibration gave."""
+    """One promise of a predictor: a rule and the threshold that its calibration gave, which broadcasts over candidates."""
 
-    rule: Method
-    transform: str
-    threshold: float
+    rule: Rule
+    threshold: Tensor
 
     @property
-    def kind(self) -> str:
-        return score_kind(type(self.rule), self.transform)
+    def full(self) -> bool:
+        """Whether every set holds everything, whatever the query."""
+        return all(self.rule.always_full(t) for t in self.threshold.flatten().tolist())
 
 
-def score_kind(method: type[Method], transform: str) -> str:
-    """Which noisy scores a method reads: ``ptt``, ``order`` (it only compares) or ``plain``."""
-    return "ptt" if transform == "ptt" else "order" if method.compares_only else "plain"
-
-
-def noisy_scores(score: Score, kind: str, logits: Tensor, u: Tensor, ptt: PTT | None = None) -> Draws:
-    """Noisy logits [n, N, K] -> noisy scores of every label [n, K, N]."""
-    function = score if kind == "plain" else score.order
-    scores = function(logits, u[:, None])
-    if kind == "ptt":
-        assert ptt is not None
-        scores = ptt(scores)
-    if not score.sound and scores.isnan().any():
-        raise InputError(f"score {score.name!r} returned NaN; a NaN has no rank, so it carries no guarantee")
-    return Draws(scores.transpose(1, 2).contiguous(), unit=kind == "ptt" or (kind == "plain" and score.sound))
-
-
-def noisy_scores_of(labels: Tensor, score: Score, kind: str, logits: Tensor, u: Tensor) -> Draws:
-    """:func:`noisy_scores` of one label per image [n, N], ``plain`` or ``order``."""
-    if kind != "order" or not score.sound:  # what may be NaN is looked at as a whole
-        return noisy_scores(score, kind, logits, u).of_label(labels)
-    labels = labels[:, None].expand(logits.shape[:2])
-    return Draws(joined([score.order_of(logits[p], labels[p], u[p, None]) for p in pieces(logits)]))
-
-
-def score_uniform(score: Score, stream: Stream, ids: Tensor) -> Tensor:
-    """The uniform number of every image that a randomised score uses; zeros for the others."""
-    return stream.uniform(ids, "aps") if score.randomized else torch.zeros(len(ids), device=ids.device)
-
-
+@dataclass(frozen=True, repr=False, eq=False)
 class Predictor:
-    """A calibrated classifier: certified prediction sets for new images. Made by :func:`calibrate` or :func:`load`."""
+    """A calibrated model: sets with a guarantee for new inputs. Made by ``calibrate``, ``calibrate_outputs`` or ``load``.
 
-    def __init__(
-        self,
-        smoother: Smoother,
-        score: Score,
-        levels: dict[Level, Calibrated],
-        calibration: Tensor,
-        holdout: Tensor | None,
-        classes: int,
-        class_names: tuple[str, ...] | None = None,
-        model_fingerprint: str | None = None,
-        holdout_size: int = 0,
-        inputs: InputRange | None = None,
-        provenance: dict[str, Any] | None = None,
-    ) -> None:
-        self.smoother, self.score, self.levels = smoother, score, levels
-        self.calibration, self.holdout = calibration, holdout
-        self.classes, self.class_names = classes, class_names
-        self.model_fingerprint, self.holdout_size = model_fingerprint, holdout_size
-        self.inputs, self.provenance = inputs, provenance or {}
-        self._ptt: dict[tuple[float, str], PTT] = {}
+    Attributes:
+        task: what outputs mean and what a set is.
+        levels: the promises, by (alpha, epsilon) in the order they were asked for.
+        items: the calibration points' noisy scores of what must not be missed.
+        smoother: the model under noise; None where only its noisy outputs are known.
+        noise: what the outputs were drawn under.
+        reference: the holdout scores that PTT ranks by; None without PTT.
+        identity: what it knows of the model: fingerprint, structure, and outputs of fixed inputs.
+        holdout_size: points that were set aside for tuning.
+        inputs: shape and range of the calibration inputs.
+        numerics: what changes the function besides the weights.
+        provenance: when and with what it was made.
+    """
 
-    @property
-    def image_shape(self) -> tuple[int, ...] | None:
-        """Shape of one calibration image; None where it is not known or shapes differed."""
-        return None if self.inputs is None else self.inputs.shape
+    task: Task
+    levels: dict[Level, Calibrated]
+    items: Items
+    noise: Noise
+    smoother: Smoother | None = None
+    reference: Tensor | None = None
+    identity: Identity | None = None
+    holdout_size: int = 0
+    inputs: InputRange | None = None
+    numerics: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def guarantee(self) -> Guarantee:
-        """The promise for the first (alpha, epsilon) named at calibration."""
-        return self.guarantee_for()
+    # -- what is promised ------------------------------------------------------------------------------------------------
 
-    def guarantee_for(self, alpha: float | None = None, epsilon: float | None = None) -> Guarantee:
-        calibrated = self.levels[self._level(alpha, epsilon)]
-        return calibrated.rule.guarantee(self.score.name, calibrated.transform)
+    def at(self, alpha: float | None = None, epsilon: float | None = None) -> Predictor:
+        """The predictor of one level alone: of the first (alpha, epsilon) named at calibration unless said otherwise.
 
-    @property
-    def draws(self) -> int:
-        """Model evaluations per query."""
-        return max(calibrated.rule.test_draws for calibrated in self.levels.values())
-
-    def ptt(self, alpha: float, device: torch.device | str = "cpu") -> PTT | None:
-        """The transform for one alpha: the sigmoid sits at 1 - alpha."""
-        if self.holdout is None:
-            return None
-        key = (alpha, str(device))
-        if key not in self._ptt:
-            self._ptt[key] = PTT(self.holdout, b=1 - alpha).to(device)
-        return self._ptt[key]
-
-    def calibration_draws(self, level: Level) -> Draws:
-        """The calibration points' scores as one level's rule reads them."""
-        ptt = self.ptt(level[0]) if self.levels[level].kind == "ptt" else None
-        return Draws(ptt(self.calibration) if ptt else self.calibration)
+        Its :attr:`rule`, :attr:`threshold` and :attr:`guarantee` are those of that level.
+        """
+        level = self._level(alpha, epsilon)
+        return replace(self, levels={level: self.levels[level]})
 
     def _level(self, alpha: float | None, epsilon: float | None) -> Level:
         first = next(iter(self.levels))
@@ -135,6 +89,48 @@ class Predictor:
             known = ", ".join(f"(alpha {a:g}, epsilon {e:g})" for a, e in self.levels)
             raise InputError(f"this predictor was calibrated for {known}; got alpha {level[0]:g}, epsilon {level[1]:g}")
         return level
+
+    @property
+    def _first(self) -> Calibrated:
+        return next(iter(self.levels.values()))
+
+    @property
+    def rule(self) -> Rule:
+        """The rule of the first level; see :meth:`at`."""
+        return self._first.rule
+
+    @property
+    def threshold(self) -> Tensor:
+        """The threshold of the first level; see :meth:`at`."""
+        return self._first.threshold
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """The promise of the first level; see :meth:`at`."""
+        return self.rule.guarantee(self.task)
+
+    @property
+    def full(self) -> bool:
+        """Whether every set of the first level holds everything."""
+        return self._first.full
+
+    @property
+    def draws(self) -> int:
+        """Model evaluations per query."""
+        return max(calibrated.rule.test_draws for calibrated in self.levels.values())
+
+    @property
+    def classes(self) -> int:
+        """Labels that a full set holds."""
+        if self.task.candidates is None:
+            raise InputError(f"{self.task.name} has no classes")
+        return self.task.candidates
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        return getattr(self.task, "class_names", None)
+
+    # -- sets ------------------------------------------------------------------------------------------------------------
 
     def predict(
         self,
@@ -146,8 +142,8 @@ class Predictor:
         ids: Any = None,
         seed: int | None = None,
         early_exit: bool = False,
-    ) -> PredictionSets:
-        """Prediction sets for new images.
+    ) -> Any:
+        """Sets for new inputs.
 
         Args:
             images: a tensor or array [n, ...], a dataset or a loader (labels are ignored).
@@ -160,26 +156,98 @@ class Predictor:
                 count rules (``exact``, ``exact_asymmetric``); ``draws_used`` of the result says what each image took.
         """
         level = self._level(alpha, epsilon)
-        wanted = [level]
-        if nested:
-            wanted = [(a, e) for a, e in self.levels if a == level[0] and e <= level[1]]
-        masks, used = (self._masks_early if early_exit else self._masks)(images, wanted, ids, seed)
-        mask = reduce(torch.logical_or, masks.values())
-        return PredictionSets(mask, self.guarantee_for(*level), self.class_names, used)
+        found, used = (self._early if early_exit else self._all)(images, self._wanted(level, nested), ids, seed)
+        return self.task.sets(reduce(self.task.union, found.values()), self.at(*level).guarantee, used)
 
-    predict_set = predict
-
-    def predict_all(
-        self, images: Any, *, nested: bool = False, ids: Any = None, seed: int | None = None
-    ) -> dict[Level, PredictionSets]:
+    def predict_all(self, images: Any, *, nested: bool = False, ids: Any = None, seed: int | None = None) -> dict[Level, Any]:
         """Sets for every (alpha, epsilon) from one pass of the network."""
-        masks, _ = self._masks(images, list(self.levels), ids, seed)
-        if nested:
-            masks = {
-                (a, e): reduce(torch.logical_or, (masks[b, f] for b, f in self.levels if b == a and f <= e))
-                for a, e in self.levels
-            }
-        return {key: PredictionSets(mask, self.guarantee_for(*key), self.class_names) for key, mask in masks.items()}
+        found, _ = self._all(images, list(self.levels), ids, seed)
+        return {
+            level: self.task.sets(
+                reduce(self.task.union, (found[other] for other in self._wanted(level, nested))), self.at(*level).guarantee
+            )
+            for level in self.levels
+        }
+
+    def predict_outputs(
+        self,
+        outputs: Any,
+        *,
+        alpha: float | None = None,
+        epsilon: float | None = None,
+        nested: bool = False,
+        ids: Any = None,
+        seed: int | None = None,
+    ) -> Any:
+        """Sets from noisy outputs [n, N, ...] that were drawn elsewhere, under the noise that was calibrated: those that
+        :meth:`predict` gives where the model returns these outputs.
+
+        Args:
+            outputs: at least as many draws as the predictor spends per query; the first of them are used.
+            alpha, epsilon, nested: as for :meth:`predict`.
+            ids, seed: key the random numbers of randomised scores and boundaries, as in :meth:`predict`.
+        """
+        outputs, level = check_outputs(outputs), self._level(alpha, epsilon)
+        if outputs.shape[1] < self.draws:
+            raise InputError(
+                f"expected at least {self.draws} noisy outputs per query, as calibrated, got {outputs.shape[1]}; draw more"
+            )
+        stream = Stream(fresh_seed() if seed is None else seed, "test")
+        keys = torch.arange(len(outputs)) if ids is None else torch.as_tensor(ids)
+        found = self.decide(outputs, keys, stream, self._wanted(level, nested))
+        return self.task.sets(reduce(self.task.union, found.values()), self.at(*level).guarantee)
+
+    def _wanted(self, level: Level, nested: bool) -> list[Level]:
+        return [(a, e) for a, e in self.levels if a == level[0] and e <= level[1]] if nested else [level]
+
+    def decide(
+        self, outputs: Tensor, ids: Tensor, stream: Stream, wanted: Sequence[Level] | None = None
+    ) -> dict[Level, Tensor]:
+        """Sets as plain tensors, from noisy outputs [n, N, ...] of queries with these ids."""
+        self.task.seen(outputs)
+        levels, ids = list(self.levels) if wanted is None else list(wanted), ids.to(outputs.device)
+        u = self.task.uniform(stream, ids)
+        randomized = any(self.levels[level].rule.randomized for level in levels)
+        v = stream.uniform(ids, "boundary") if randomized else torch.zeros_like(u)
+        found: dict[Level, Tensor] = {}
+        for part in pieces(outputs):
+            for level, inside in self._decide(outputs[part], u[part], v[part], levels).items():
+                if level not in found:
+                    found[level] = inside.new_empty(len(outputs), *inside.shape[1:])
+                found[level][part] = inside
+        return found
+
+    def _decide(self, outputs: Tensor, u: Tensor, v: Tensor, levels: Sequence[Level]) -> dict[Level, Tensor]:
+        prepared: dict[Reading, Any] = {}
+        found = {}
+        for level in levels:
+            rule, threshold = self.levels[level].rule, self.levels[level].threshold
+            if rule.reading not in prepared:
+                prepared[rule.reading] = self.task.prepare(outputs, rule.reading, u)
+            found[level] = self.task.inside(self.task.summary(prepared[rule.reading], rule, v), rule, threshold)
+        return found
+
+    # -- running the model -----------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> Smoother:
+        """The model under noise, or an error that says what is missing."""
+        if self.smoother is None:
+            raise InputError(
+                "this predictor was calibrated on noisy outputs and has no model: use predict_outputs, or attach the model "
+                "that gave them with predictor.with_model(model)"
+            )
+        return self.smoother
+
+    def with_model(self, model: Classifier | Smoother, fingerprint: str | None = None) -> Predictor:
+        """The same promises with a model to keep them: the very function that gave the calibration outputs."""
+        smoother = model if isinstance(model, Smoother) else Smoother(model, self.noise)
+        if smoother.noise != self.noise:
+            raise InputError(f"the outputs were drawn under {self.noise}, the smoother adds {smoother.noise}")
+        seen, identity = self.inputs, self.identity
+        if seen is not None and seen.shape is not None:
+            identity = Identity.of(smoother, seen.shape, seen.low, seen.high, fingerprint)
+        return replace(self, smoother=smoother, identity=identity, numerics=smoother.numerics)
 
     def _checked(self, images: Any) -> Any:
         """The images, each batch compared with what the predictor was calibrated on before the network sees it."""
@@ -188,86 +256,54 @@ class Predictor:
         expected, largest = self.inputs, max(epsilon for _, epsilon in self.levels)
         return watched(images, lambda batch: expected.check(batch, largest))
 
-    def _masks(self, images: Any, wanted: list[Level], ids: Any, seed: int | None) -> tuple[dict[Level, Tensor], None]:
+    def _all(self, images: Any, wanted: list[Level], ids: Any, seed: int | None) -> tuple[dict[Level, Tensor], None]:
         stream = Stream(fresh_seed() if seed is None else seed, "test")
         draws = max(self.levels[level].rule.test_draws for level in wanted)
-        masks = {level: Gathered(length(images)) for level in wanted}
-        for batch, logits in self.smoother.stream(self._checked(images), draws, stream, ids):
-            for level, mask in self.decide(logits, batch.ids, stream, wanted).items():
-                masks[level].add(mask)
-        return {level: kept.whole() for level, kept in masks.items()}, None
+        found = {level: Gathered(length(images)) for level in wanted}
+        for batch, outputs in self.running.stream(self._checked(images), draws, stream, ids):
+            for level, inside in self.decide(outputs, batch.ids, stream, wanted).items():
+                found[level].add(inside)
+        return {level: kept.whole() for level, kept in found.items()}, None
 
-    def _masks_early(
-        self, images: Any, wanted: list[Level], ids: Any, seed: int | None
-    ) -> tuple[dict[Level, Tensor], Tensor]:
-        stream = Stream(fresh_seed() if seed is None else seed, "test")
-        rules, thresholds = ([getattr(self.levels[level], name) for level in wanted] for name in ("rule", "threshold"))
-        vote = Vote.of(rules, thresholds)
+    def _early(self, images: Any, wanted: list[Level], ids: Any, seed: int | None) -> tuple[dict[Level, Tensor], Tensor]:
+        smoother, stream = self.running, Stream(fresh_seed() if seed is None else seed, "test")
+        vote = Vote.of(*zip(*((self.levels[level].rule, self.levels[level].threshold) for level in wanted), strict=True))
         total = length(images)
-        masks, used = {level: Gathered(total) for level in wanted}, Gathered(total)
+        found, used = {level: Gathered(total) for level in wanted}, Gathered(total)
         # Many images at a time: those still open after a stage must fill the next one's forward passes.
-        together = max(256, 16 * self.smoother.most_rows // vote.stages[-1].stop)
-
-        def exceeded(some: Batch, span: range) -> Tensor:
-            logits = self.smoother.logits(some.images, span, stream, some.ids)
-            self._expect_classes(logits)
-            u = score_uniform(self.score, stream, some.ids.to(logits.device))
-            scores = noisy_scores(self.score, "order", logits, u)
-            return vote.above(scores, span)
-
-        with Bar("smoothing", total, self.smoother.progress) as bar:
+        together = max(256, 16 * smoother.most_rows // vote.stages[-1].stop)
+        with Bar("smoothing", total, smoother.progress) as bar:
             for batch in batches(self._checked(images), ids, size=together):
-                v = stream.uniform(batch.ids.to(self.smoother.device), "boundary")
-                decided, took = vote.run(batch.to(self.smoother.device), v, exceeded)
-                for level, mask in zip(wanted, decided, strict=True):
-                    masks[level].add(mask)
-                used.add(took)
+                for level, inside in zip(wanted, self._voted(batch.to(smoother.device), vote, stream, used), strict=True):
+                    found[level].add(inside)
                 bar.advance(len(batch))
-        return {level: kept.whole() for level, kept in masks.items()}, used.whole()
+        return {level: kept.whole() for level, kept in found.items()}, used.whole()
 
-    def _expect_classes(self, logits: Tensor) -> None:
-        if logits.shape[2] != self.classes:
-            raise InputError(
-                f"the predictor was calibrated on {self.classes} classes, the model returned {logits.shape[2]}"
-            )
+    def _voted(self, batch: Batch, vote: Vote, stream: Stream, used: Gathered) -> Iterator[Tensor]:
+        def exceeded(positions: Tensor, span: range) -> Tensor:
+            some = batch[positions]
+            outputs = self.running.logits(some.images, span, stream, some.ids)
+            self.task.seen(outputs)
+            u = self.task.uniform(stream, some.ids.to(outputs.device))
+            return vote.above(self.task.prepare(outputs, Reading(order=True), u), span)
 
-    def decide(
-        self, logits: Tensor, ids: Tensor, stream: Stream, wanted: Sequence[Level] | None = None
-    ) -> dict[Level, Tensor]:
-        """Sets from noisy logits [n, N, K] that this predictor's smoother made."""
-        self._expect_classes(logits)
-        levels, ids = list(self.levels) if wanted is None else wanted, ids.to(logits.device)
-        u = score_uniform(self.score, stream, ids)
-        randomized = any(self.levels[level].rule.randomized for level in levels)
-        v = stream.uniform(ids, "boundary") if randomized else torch.zeros_like(u)
-        masks = {level: logits.new_empty(len(logits), self.classes, dtype=torch.bool) for level in levels}
-        for part in pieces(logits):
-            for level, mask in self._decide(logits[part], u[part], v[part], levels).items():
-                masks[level][part] = mask
-        return masks
+        v = stream.uniform(batch.ids, "boundary")
+        decided, took = vote.run(torch.arange(len(batch), device=v.device), v, exceeded)
+        used.add(took)
+        yield from decided
 
-    def _decide(self, logits: Tensor, u: Tensor, v: Tensor, levels: Sequence[Level]) -> dict[Level, Tensor]:
-        cache: dict[tuple[str, float], Draws] = {}
-        masks = {}
-        for level in levels:
-            calibrated = self.levels[level]
-            key = (calibrated.kind, level[0] if calibrated.kind == "ptt" else 0.0)
-            if key not in cache:
-                cache[key] = noisy_scores(self.score, calibrated.kind, logits, u, self.ptt(level[0], logits.device))
-            rule = calibrated.rule
-            masks[level] = rule.decide(cache[key].first(rule.test_draws), calibrated.threshold, v)
-        return masks
+    def save(self, path: str | Path, *, fingerprint: str | None = None) -> None:
+        """Write one safetensors file with everything but the model; see :func:`keepcover.load`.
 
-    def save(self, path: str | Path) -> None:
-        """Write one safetensors file with everything but the model; see :func:`keepcover.load`."""
+        ``fingerprint`` names a callable that has none of its own, where calibration did not; loading takes the same string.
+        """
         from keepcover.prediction.artifact import save
 
-        save(self, path)
+        save(self, path, fingerprint)
 
     def __repr__(self) -> str:
-        lines = [f"Predictor over {self.classes} classes, score {self.score.name}, {self.draws} draws per query"]
+        lines = [f"Predictor for {self.task.name}, score {self.task.score_name}, {self.draws} draws per query"]
         for level, calibrated in self.levels.items():
-            full = calibrated.rule.always_full(calibrated.threshold)
-            state = "every set is the full label set" if full else "ready"
-            lines.append(f"  {self.guarantee_for(*level)}  [{state}]")
+            state = "every set holds everything" if calibrated.full else "ready"
+            lines.append(f"  {self.at(*level).guarantee}  [{state}]")
         return "\n".join(lines)

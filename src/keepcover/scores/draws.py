@@ -1,11 +1,13 @@
-"""Scores under noise and the few things every method asks of them: mean, variance, order statistics."""
+"""Scores under noise and the few things every rule asks of them: mean, variance, order statistics."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from keepcover.errors import InputError
@@ -46,9 +48,9 @@ def joined(parts: list[Tensor]) -> Tensor:
 class Draws:
     """Noisy scores ``[..., N]``, draws last, with reductions computed once and kept together with N.
 
-    Calibration points carry their true label's scores ``[n, N]``, test points every label's ``[n, K, N]``.
-    Because mean, variance and N travel in one value, a bound can never be paired with another image's mean.
-    ``unit`` says that the scores are known to lie in [0, 1], so that nobody has to look (on a GPU, to wait).
+    Items that must not be missed carry ``[items, N]``, candidates of a query ``[n, K, N]``. Because mean, variance and N
+    travel in one value, a bound can never be paired with another image's mean. ``unit`` says that the scores are known to
+    lie in [0, 1], so that they need not be looked at (on a GPU, waited for).
 
     Example:
         >>> draws = Draws(torch.tensor([[3.0, 1.0, 2.0]]))
@@ -62,6 +64,7 @@ class Draws:
                 f"expected noisy scores [..., draws] with at least one draw, got shape {tuple(values.shape)}"
             )
         self.values, self.unit = values, unit
+        self._fewer: dict[int, Draws] = {}
 
     @property
     def count(self) -> int:
@@ -81,7 +84,11 @@ class Draws:
             raise InputError(
                 f"asked for {count} draws, only {self.count} are there; smooth with more draws or ask for fewer"
             )
-        return self if count == self.count else Draws(self.values[..., :count].contiguous(), self.unit)
+        if count == self.count:
+            return self
+        if count not in self._fewer:  # kept, with whatever is computed from it: several rules may ask for the same
+            self._fewer[count] = Draws(self.values[..., :count].contiguous(), self.unit)
+        return self._fewer[count]
 
     def of_label(self, labels: Tensor) -> Draws:
         """``[n, K, N]`` -> ``[n, N]``: the draws of one label per point."""
@@ -124,3 +131,40 @@ class Draws:
     def above(self, threshold: float) -> Tensor:
         """How many draws exceed the threshold."""
         return (self.values > threshold).sum(dim=-1)
+
+
+@dataclass(frozen=True)
+class Items:
+    """What must not be missed, under noise: one true label per image, or several things of different weight.
+
+    Attributes:
+        draws: noisy scores ``[items, N]``.
+        points: how many points they belong to; more than items where some points have nothing to miss.
+        weight: of each item in its point's loss, at most 1 per point together; None where every point has one item.
+    """
+
+    draws: Draws
+    points: int
+    weight: Float[Tensor, " items"] | None = None
+
+    @classmethod
+    def single(cls, draws: Draws) -> Items:
+        """One item per point."""
+        return cls(draws, len(draws))
+
+    def first(self, count: int) -> Items:
+        """The first ``count`` draws of every item."""
+        return replace(self, draws=self.draws.first(count))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Which noisy scores a rule reads.
+
+    Attributes:
+        order: an increasing function of the score will do, as rules that only compare say.
+        transform: what is applied to every draw first; None for nothing. It reads the order.
+    """
+
+    order: bool
+    transform: Callable[[Tensor], Tensor] | None = None

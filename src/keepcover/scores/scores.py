@@ -182,13 +182,17 @@ class Score(ABC):
         name: what reports and saved predictors call it.
         bounded: whether values always lie in [0, 1]; RSCP and RSCP+ assume it, the count rules do not.
         randomized: whether it uses ``u``, one uniform number per image; other scores are handed zeros.
-        sound: in [0, 1] and never NaN by construction, for any finite logits, so that nobody has to look at the values.
+        unfailing: exactly a score of ``SCORES``: in [0, 1] and never NaN by construction, so that values need no check. A
+            subclass of one is code of your own like any other score.
     """
 
     name: str
     bounded: bool = True
-    sound: bool = False
     randomized: bool = False
+
+    @property
+    def unfailing(self) -> bool:
+        return SCORES.get(self.name) is type(self)
 
     @abstractmethod
     def __call__(self, logits: Tensor, u: Tensor | float) -> Tensor:
@@ -202,9 +206,13 @@ class Score(ABC):
         """:meth:`order` of one label each ``[...]``, to the last bit: tied calibration and test scores must stay tied."""
         return self.order(logits, u).gather(-1, labels[..., None])[..., 0]
 
+    def support(self, order: Tensor) -> Tensor:
+        """How well labels fit, in [0, 1] for bounded scores, from :meth:`order`: what people are shown."""
+        return 1 - order
+
     def config(self) -> dict[str, Any]:
         """What a saved predictor needs to build the same score again; scores of your own are code and not saved."""
-        return {"name": self.name, "custom": True}
+        return {"name": self.name, **(vars(self) if self.unfailing else {"custom": True})}
 
 
 @dataclass(frozen=True)
@@ -212,21 +220,20 @@ class HPS(Score):
     """:func:`hps`, ordered by :func:`log_odds`."""
 
     name = "hps"
-    sound = True
-
-    def config(self) -> dict[str, Any]:
-        return {"name": self.name}
 
     def __call__(self, logits: Tensor, u: Tensor | float = 0.0) -> Tensor:
         return hps(logits)
 
     def order(self, logits: Tensor, u: Tensor | float = 0.0) -> Tensor:
+        if type(self).__call__ is not HPS.__call__:  # a subclass scores otherwise
+            return super().order(logits, u)
         return log_odds(logits)
 
+    def support(self, order: Tensor) -> Tensor:
+        return 1 - order.sigmoid()
+
     def order_of(self, logits: Tensor, labels: Tensor, u: Tensor | float = 0.0) -> Tensor:
-        if type(self).order is not HPS.order:  # a subclass orders otherwise
-            return super().order_of(logits, labels, u)
-        return log_odds_of(logits, labels)
+        return log_odds_of(logits, labels) if self.unfailing else super().order_of(logits, labels, u)
 
 
 @dataclass(frozen=True)
@@ -234,11 +241,7 @@ class APS(Score):
     """:func:`aps`."""
 
     name = "aps"
-    sound = True
     randomized = True
-
-    def config(self) -> dict[str, Any]:
-        return {"name": self.name}
 
     def __call__(self, logits: Tensor, u: Tensor | float) -> Tensor:
         return aps(logits, u)
@@ -252,7 +255,6 @@ class RAPS(Score):
     k_reg: int = 1
 
     name = "raps"
-    sound = True
     randomized = True
 
     def __post_init__(self) -> None:
@@ -261,9 +263,6 @@ class RAPS(Score):
 
     def __call__(self, logits: Tensor, u: Tensor | float) -> Tensor:
         return raps(logits, u, self.penalty, self.k_reg)
-
-    def config(self) -> dict[str, Any]:
-        return {"name": self.name, "penalty": self.penalty, "k_reg": self.k_reg}
 
 
 class CustomScore(Score):
@@ -296,11 +295,8 @@ class CustomScore(Score):
             raise InputError(f"score {self.name!r} must return {tuple(logits.shape)}, got {tuple(scores.shape)}")
         return scores
 
-    def config(self) -> dict[str, Any]:
-        return {"name": self.name, "custom": True}
 
-
-SCORES: dict[str, Callable[..., Score]] = {"hps": HPS, "aps": APS, "raps": RAPS}
+SCORES: dict[str, type[Score]] = {"hps": HPS, "aps": APS, "raps": RAPS}
 
 
 def get_score(score: str | Score | Callable[..., Tensor]) -> Score:

@@ -17,25 +17,14 @@ from keepcover.errors import InputError
 from keepcover.scores.draws import PIECE
 
 
-def rank(scores: Float[Tensor, "..."], holdout: Float[Tensor, " m"]) -> Tensor:
-    """Q_rank: the share of holdout scores that are at most s. ``holdout`` must be sorted.
+def rank(scores: Float[Tensor, "..."], reference: Float[Tensor, " m"]) -> Tensor:
+    """Q_rank: the share of reference scores that are at most s. ``reference`` must be sorted.
 
     Example:
         >>> rank(torch.tensor([0.0, 0.5, 2.0]), torch.tensor([0.1, 0.5, 0.9, 1.0]))
         tensor([0.0000, 0.5000, 1.0000])
     """
-    return torch.searchsorted(holdout, scores.contiguous(), right=True) / len(holdout)
-
-
-def random_rank(scores: Tensor, holdout: Float[Tensor, " m"], generator: torch.Generator | None = None) -> Tensor:
-    """Q_rank with the paper's random tie-breaking: uniform among the ranks that tied holdout scores occupy.
-
-    Valid as a smoothed score because the tie-breaker is drawn afresh for every draw, independently of the input.
-    """
-    low = torch.searchsorted(holdout, scores.contiguous(), right=False)
-    high = torch.searchsorted(holdout, scores.contiguous(), right=True)
-    v = torch.rand(scores.shape, generator=generator, device=scores.device)
-    return (low + (v * (high - low + 1)).floor()) / len(holdout)
+    return torch.searchsorted(reference, scores.contiguous(), right=True) / len(reference)
 
 
 def sigmoid(scores: Float[Tensor, "..."], b: float = 0.9, T: float = 1 / 400) -> Float[Tensor, "..."]:
@@ -50,57 +39,65 @@ def sigmoid(scores: Float[Tensor, "..."], b: float = 0.9, T: float = 1 / 400) ->
 
 @dataclass(frozen=True)
 class PTT:
-    """Rank, then sigmoid, as one table: ``PTT.fit(holdout_scores)(scores)``.
+    """The transformation before it has seen a holdout: an option of methods that average scores.
 
     Attributes:
-        holdout: sorted scores of the holdout's true labels, **one** noisy draw each.
-        b: centre of the sigmoid, 1 - alpha.
-        T: its temperature; small is steep.
-        ties: ``upper`` counts tied holdout scores as below; ``random`` breaks ties at random, per draw, as the paper does.
+        T: temperature of the sigmoid; small is steep. The paper's is 1/400.
     """
 
-    holdout: Float[Tensor, " m"]
-    b: float = 0.9
     T: float = 1 / 400
-    ties: str = "upper"
-    table: Float[Tensor, " m1"] = field(init=False, repr=False)
+
+    name = "ptt"
 
     def __post_init__(self) -> None:
-        if self.holdout.ndim != 1 or len(self.holdout) < 1:
-            raise InputError(f"expected a vector of holdout scores, got shape {tuple(self.holdout.shape)}")
-        if not self.holdout.isfinite().all():
-            raise InputError("holdout scores contain NaN or infinity; check the model's logits on the holdout")
-        if self.ties not in ("upper", "random"):
-            raise InputError(f"expected ties 'upper' or 'random', got {self.ties!r}")
         if not self.T > 0:
             raise InputError(f"expected a temperature T > 0, got {self.T}")
-        m = len(self.holdout)
-        ranks = torch.arange(m + 1, dtype=torch.float64, device=self.holdout.device) / m
-        object.__setattr__(self, "table", sigmoid(ranks, self.b, self.T).to(self.holdout.dtype))
 
-    @classmethod
-    def fit(cls, holdout: Float[Tensor, " m"], alpha: float = 0.1, T: float = 1 / 400) -> PTT:
-        """The paper's transform: centred at 1 - alpha.
+    def fit(self, reference: Float[Tensor, " m"], alpha: float = 0.1) -> Steps:
+        """Fitted to scores of the holdout's truth, **one** noisy draw each; the sigmoid is centred at 1 - alpha.
 
         Example:
-            >>> ptt = PTT.fit(torch.linspace(0, 1, 101))
-            >>> ptt(torch.tensor([0.5, 0.95]))
+            >>> steps = PTT().fit(torch.linspace(0, 1, 101))
+            >>> steps(torch.tensor([0.5, 0.95]))
             tensor([0., 1.])
         """
-        return cls(holdout.sort().values, b=1 - alpha, T=T)
+        if reference.ndim != 1 or len(reference) < 1:
+            raise InputError(f"expected a vector of holdout scores, got shape {tuple(reference.shape)}")
+        if not reference.isfinite().all():
+            raise InputError("holdout scores contain NaN or infinity; check the model's outputs on the holdout")
+        ranks = torch.arange(len(reference) + 1, dtype=torch.float64, device=reference.device) / len(reference)
+        return Steps(reference.sort().values, sigmoid(ranks, 1 - alpha, self.T).to(reference.dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """PTT fitted: ``table[j]`` for a score that exceeds j of the sorted reference scores. Compared by identity."""
+
+    reference: Float[Tensor, " m"]
+    table: Float[Tensor, " m1"]
+    _elsewhere: dict[torch.device, Steps] = field(default_factory=dict, repr=False)
 
     def __call__(self, scores: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        if self.ties == "random":
-            return self.table[(random_rank(scores, self.holdout) * len(self.holdout)).round().long()]
+        own = self.to(scores.device)
         flat = scores.detach().contiguous().flatten()
         found = torch.empty_like(flat, dtype=self.table.dtype)
         size = PIECE if flat.device.type == "cpu" else max(1, len(flat))  # ranks of a piece stay in a CPU's cache
         for some, place in zip(flat.split(size), found.split(size), strict=True):
-            place.copy_(self.table[torch.searchsorted(self.holdout, some, right=True)])
+            place.copy_(own.table[torch.searchsorted(own.reference, some, right=True)])
         return found.view(scores.shape)
 
-    def to(self, device: torch.device | str) -> PTT:
+    def smooth(self, scores: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """The table with straight lines between its steps: the gradient that an attack climbs."""
+        own = self.to(scores.device)
+        at = torch.searchsorted(own.reference, scores.detach().contiguous()).clamp(1, len(own.reference) - 1)
+        left, right = own.reference[at - 1], own.reference[at]
+        share = ((scores - left) / (right - left).clamp_min(1e-9)).clamp(0, 1)
+        return own.table[at] + share * (own.table[at + 1] - own.table[at])
+
+    def to(self, device: torch.device) -> Steps:
         """The same table elsewhere: moved, not computed again, so that every device maps scores to the same numbers."""
-        moved = PTT(self.holdout.to(device), self.b, self.T, self.ties)
-        object.__setattr__(moved, "table", self.table.to(device))
-        return moved
+        if device == self.table.device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = Steps(self.reference.to(device), self.table.to(device))
+        return self._elsewhere[device]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from keepcover.engine.smoother import Smoother, evaluation_mode
 from keepcover.errors import InputError
-from keepcover.prediction.artifact import make_folder, write_atomically
+from keepcover.files import make_folder, write_atomically
 from keepcover.store.chunk import DamagedError, encode
 from keepcover.store.filling import Filled, Filling, compute_chunk, read_chunk
 from keepcover.store.grid import Chunk, Grid
@@ -72,7 +72,7 @@ class LogitStore(StoreReader):
 
     Example:
         >>> import tempfile
-        >>> smoother = Smoother(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3)), sigma=0.5)
+        >>> smoother = Smoother(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3)), 0.5)
         >>> data = (torch.rand(6, 1, 2, 2), torch.zeros(6).long())
         >>> key = StoreKey.of(smoother, data, seed=0)
         >>> with tempfile.TemporaryDirectory() as root:

@@ -13,7 +13,7 @@ from torch import nn
 from keepcover.engine.inputs import batches, in_memory, length
 from keepcover.engine.smoother import Classifier, Smoother, fingerprint
 from keepcover.errors import InputError
-from keepcover.noise.stream import Stream
+from keepcover.noise import Noise, Stream, get_noise
 
 
 def data_fingerprint(data: Any) -> str:
@@ -57,22 +57,22 @@ class StoreKey:
     Attributes:
         model: fingerprint of the weights; ``structure``: class and layers of the module.
         data: fingerprint of images and labels, ``images`` of them.
-        sigma, seed, role: the noise. Image i is keyed by its position i.
+        noise, seed, role: the noise, as its ``spec``, and its stream. Image i is keyed by its position i.
         autocast, channels_last, compile, device: numerics; device is its kind, ``cpu`` or ``cuda``.
 
     Example:
         >>> import torch
-        >>> smoother = Smoother(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), sigma=0.5)
+        >>> smoother = Smoother(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), 0.5)
         >>> key = StoreKey.of(smoother, (torch.rand(6, 1, 2, 2), torch.zeros(6).long()), seed=7)
         >>> key.images, key.device, key.folder.rsplit("-", 1)[0]
-        (6, 'cpu', 'Sequential-sigma0.5-seed7')
+        (6, 'cpu', 'Sequential-gaussian0.5-seed7')
     """
 
     model: str
     structure: str
     data: str
     images: int
-    sigma: float
+    noise: str
     seed: int
     role: str
     autocast: str | None
@@ -120,7 +120,7 @@ class StoreKey:
             _structure(smoother.model),
             images_fingerprint or data_fingerprint(data),
             count,
-            smoother.sigma,
+            smoother.noise.spec,
             seed,
             role,
             device=smoother.device.type,
@@ -139,15 +139,20 @@ class StoreKey:
         return asdict(self)
 
     @property
+    def added(self) -> Noise:
+        """What was added to the inputs."""
+        return get_noise(self.noise)
+
+    @property
     def stream(self) -> Stream:
-        """The noise."""
+        """The stream that it was drawn from."""
         return Stream(self.seed, self.role)
 
     @property
     def folder(self) -> str:
         """Name of the store's folder: a few facts to read, and a hash that decides."""
         digest = hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
-        return f"{self.structure.split('-')[0]}-sigma{self.sigma:g}-seed{self.seed}-{digest[:16]}"
+        return f"{self.structure.split('-')[0]}-{self.noise.replace(':', '')}-seed{self.seed}-{digest[:16]}"
 
     def refuse_other(self, smoother: Smoother, data: Any) -> None:
         """Raise unless this smoother and these data are the ones the key was made of."""
@@ -155,8 +160,8 @@ class StoreKey:
         self.refuse_data(data)
 
     def refuse_smoother(self, smoother: Smoother, anywhere: bool = False) -> None:
-        """Raise unless model, sigma and numerics are the key's; ``anywhere`` leaves out the kind of device."""
-        found: dict[str, Any] = {"sigma": smoother.sigma, **smoother.numerics}
+        """Raise unless model, noise and numerics are the key's; ``anywhere`` leaves out the kind of device."""
+        found: dict[str, Any] = {"noise": smoother.noise.spec, **smoother.numerics}
         if not anywhere:
             found["device"] = smoother.device.type
         own = fingerprint(smoother.model)

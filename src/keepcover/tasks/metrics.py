@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from keepcover.bounds.bounds import clopper_pearson
+from keepcover.bounds import clopper_pearson
 from keepcover.errors import InputError
 
 
@@ -100,12 +100,12 @@ def check_labels(labels: Tensor, n: int, classes: int) -> Int[Tensor, " n"]:
     return labels.long()
 
 
-def evaluate(mask: Bool[Tensor, "n k"], labels: Int[Tensor, " n"]) -> Evaluation:
+def measure(mask: Bool[Tensor, "n k"], labels: Int[Tensor, " n"]) -> Evaluation:
     """Measure prediction sets against the truth.
 
     Example:
         >>> mask = torch.tensor([[True, False], [True, True], [False, True], [False, False]])
-        >>> print(evaluate(mask, torch.tensor([0, 1, 0, 1])))
+        >>> print(measure(mask, torch.tensor([0, 1, 0, 1])))
         coverage 0.500 [0.068, 0.932]   size 1.00   singletons 50.0%   4 images
     """
     if mask.ndim != 2 or len(mask) == 0:

@@ -1,15 +1,16 @@
-"""Prediction sets as people read them."""
+"""Label sets as people read them, as tables hold them and as they are measured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from keepcover.guarantee import Guarantee
-from keepcover.tasks.metrics import Evaluation, evaluate
+from keepcover.tasks.metrics import Evaluation, check_labels, measure
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,9 +42,21 @@ class PredictionSets:
         rows = [row.nonzero()[:, 0].tolist() for row in self.mask.cpu()]
         return rows if names is None else [[str(names[k]) for k in row] for row in rows]
 
-    def evaluate(self, labels: Tensor) -> Evaluation:
+    def covers(self, truth: Tensor) -> Bool[Tensor, " n"]:
+        """Whether each set contains the true label."""
+        labels = check_labels(truth, *self.mask.shape).to(self.mask.device)
+        return self.mask.gather(1, labels[:, None])[:, 0]
+
+    def measure(self, truth: Tensor) -> Evaluation:
         """Coverage, size and breakdowns against the true labels."""
-        return evaluate(self.mask, labels)
+        return measure(self.mask, truth)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dictionary per set: its labels (names where they are known), its size, and whether it holds every label."""
+        return [
+            {"labels": labels, "size": len(labels), "trivial": trivial}
+            for labels, trivial in zip(self.labels(), self.trivial.tolist(), strict=True)
+        ]
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -65,7 +78,7 @@ class PredictionSets:
         lines = [
             f"{n} prediction sets over {classes} classes, mean size {mean:.2f}, "
             f"{full} of them the full label set; {100 * (1 - self.guarantee.alpha):g} % "
-            + (f"certified within L2 {self.guarantee.epsilon:g}" if self.guarantee.certified else "on clean data only")
+            + (f"certified within {self.guarantee.threat.reach}" if self.guarantee.certified else "on clean data only")
         ]
         lines += [f"  {i}: {{{', '.join(map(str, row))}}}" for i, row in enumerate(self[:8])]
         return "\n".join([*lines, f"  ... {n - 8} more"] if n > 8 else lines)

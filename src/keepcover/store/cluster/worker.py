@@ -43,7 +43,7 @@ class Recipe:
             model = model.to(key.device)
         return Smoother(
             model,
-            key.sigma,
+            key.added,
             batch_size=self.batch_size,
             device=key.device,
             channels_last=key.channels_last,

@@ -1,4 +1,4 @@
-"""Holdout, calibration and test points: disjoint index sets, drawn by seed, and the sizes the paper uses."""
+"""Holdout, calibration and test points: disjoint index sets, drawn by seed."""
 
 from __future__ import annotations
 
@@ -10,25 +10,19 @@ from torch import Tensor
 
 from keepcover.errors import InputError
 
-PAPER_HOLDOUT = 500
-PAPER_SPLITS = 50
-TEST_SIZES = {"cifar10": 10_000, "cifar100": 10_000, "imagenet": 50_000}
-
 
 @dataclass(frozen=True)
 class Split:
-    """Disjoint index sets. ``more`` is what methods that never look at the holdout calibrate on."""
+    """Disjoint index sets."""
 
     holdout: Tensor
     calibration: Tensor
     test: Tensor
 
     @property
-    def more(self) -> Tensor:
+    def calibration_with_holdout(self) -> Tensor:
+        """What methods that never look at the holdout calibrate on."""
         return torch.cat([self.calibration, self.holdout])
-
-    def to(self, device: torch.device) -> Split:
-        return Split(self.holdout.to(device), self.calibration.to(device), self.test.to(device))
 
 
 def random_splits(n: int, count: int, holdout: int, seed: int, redraw_holdout: bool = False) -> Iterator[Split]:
@@ -52,16 +46,3 @@ def random_splits(n: int, count: int, holdout: int, seed: int, redraw_holdout: b
             held, rest = order[:holdout], order[holdout:]
         mixed = rest[torch.randperm(len(rest), generator=generator)]
         yield Split(held, mixed[: len(rest) // 2], mixed[len(rest) // 2 :])
-
-
-def paper_splits(name: str, seed: int = 0, count: int = PAPER_SPLITS) -> Iterator[Split]:
-    """The paper's splits of a test set: 500 holdout points, fixed per seed, and random halves of the rest.
-
-    Example:
-        >>> split = next(paper_splits("imagenet"))
-        >>> len(split.holdout), len(split.calibration), len(split.test)
-        (500, 24750, 24750)
-    """
-    if name not in TEST_SIZES:
-        raise InputError(f"the paper splits {', '.join(TEST_SIZES)}, got {name!r}; use random_splits for other data")
-    return random_splits(TEST_SIZES[name], count, PAPER_HOLDOUT, seed)
