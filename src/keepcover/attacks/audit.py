@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepcover.attacks.attacks import NoisyModel, margin_loss, mean_softmax, pgd
+from keepcover.attacks.losses import Margin, mean_softmax
+from keepcover.attacks.pgd import NoisyModel, pgd
 from keepcover.engine.inputs import batches
 from keepcover.engine.progress import Report
 from keepcover.errors import InputError
-from keepcover.noise.stream import Stream, fresh_seed
+from keepcover.noise import Stream, fresh_seed, get_norm
 from keepcover.prediction.predictor import Predictor
-from keepcover.tasks.metrics import Evaluation, check_labels
-from keepcover.tasks.sets import PredictionSets
+from keepcover.tasks import Sets
 
 VIOLATION = 0.001
 ATTACKS = ("softmax", "margin", "random")
@@ -30,8 +30,9 @@ class AuditRow:
 
     Attributes:
         promised: whether the predictor promises 1 - alpha under this attack (certified, and radius within epsilon).
-        p_value: probability of covering this few points or fewer if coverage were as promised, including the luck of
-            the calibration draw (:meth:`Method.p_value`).
+        p_value: probability that a correct rule covers this few points or fewer, including the luck of the calibration
+            draw (:meth:`Rule.p_value`); 0 where the calibration points contradict the threshold of a promise
+            (:meth:`Rule.supports`).
         verdict: ``consistent`` or ``violated`` (p below 0.001) where 1 - alpha is promised; ``no promise`` elsewhere,
             with ``lost`` added where coverage fell significantly below 1 - alpha.
     """
@@ -61,7 +62,7 @@ class Audit:
     images: Tensor
     labels: Tensor
     attacked: dict[tuple[str, str, float], Tensor] = field(repr=False)
-    sets: dict[tuple[str, str, float], PredictionSets] = field(repr=False)
+    sets: dict[tuple[str, str, float], Sets] = field(repr=False)
 
     @property
     def broken(self) -> tuple[AuditRow, ...]:
@@ -82,16 +83,15 @@ class Audit:
         return "\n".join(lines)
 
 
-def judge(
-    predictor: Predictor, evaluation: Evaluation, radius: float, level: tuple[float, float]
-) -> tuple[bool, float, str]:
+def judge(predictor: Predictor, covered: int, m: int, radius: float) -> tuple[bool, float, str]:
     """Whether 1 - alpha was promised, the p-value of the observed coverage under it, and the verdict."""
-    epsilon, calibrated = level[1], predictor.levels[level]
-    rule = calibrated.rule
-    promised = radius == 0 or (rule.certified and radius <= epsilon * (1 + 1e-9))
-    m = evaluation.coverage.count
-    true = predictor.calibration_draws(level).first(rule.calibration_draws)
-    p_value = rule.p_value(round(evaluation.coverage.mean * m), m, true, calibrated.threshold)
+    rule, items = predictor.rule, predictor.rule.read(predictor.items)
+    promised = radius == 0 or (rule.method.certified and radius <= rule.asked.threat.epsilon * (1 + 1e-9))
+    p_value = rule.p_value(covered, m, items.points)
+    if promised and not rule.supports(items, float(predictor.threshold.min())):
+        p_value = 0.0  # calibration points as these never give a correct rule such a threshold
+    if not 0 <= p_value <= 1:
+        raise RuntimeError(f"the law of {rule.name} gave the p-value {p_value}; a verdict needs a number in [0, 1]")
     low = p_value < VIOLATION
     if promised:
         return promised, p_value, "violated" if low else "consistent"
@@ -120,9 +120,9 @@ def audit(
         attacks: ``softmax`` (SmoothAdv, the paper's; plain PGD where sigma is 0) and ``margin`` (the predictor's own
             rule: the smoothed score, or the count margin); ``random``, the same by queries alone, for models without
             gradients. Or your own, by name: functions ``(images, labels, epsilon) -> attacked images``, for instance
-            around another attack library or :func:`keepcover.attacks.attacks.transfer`.
+            around another attack library or :func:`keepcover.attacks.transfer`.
         radii: L2 radii; by default each predictor's own epsilon.
-        steps, draws, restarts, clip, rows: of the attack, see :func:`keepcover.attacks.attacks.pgd`.
+        steps, draws, restarts, clip, rows: of the attack, see :func:`keepcover.attacks.pgd`.
         seed: reproducible attack and defence noise, in separate streams; operating-system entropy by default.
     """
     named = {predictors.guarantee.method: predictors} if isinstance(predictors, Predictor) else dict(predictors)
@@ -133,34 +133,33 @@ def audit(
     if unknown:
         raise InputError(f"expected attacks among {', '.join(ATTACKS)}, or functions by name, got {unknown[0]!r}")
     parts = list(batches(data, labelled=True))
-    images = torch.cat([part.images for part in parts]).float()
+    images = torch.cat([part.images for part in parts])
     labels = torch.cat([part.labels for part in parts if part.labels is not None])
-    labels = check_labels(labels, len(images), next(iter(named.values())).classes)
+    for predictor in named.values():
+        labels = predictor.task.check_truth(labels, len(images))
     seed = fresh_seed() if seed is None else seed
     stream = Stream(seed, "attack")
     options: dict[str, Any] = {"steps": steps, "restarts": restarts, "clip": clip, "rows": rows, "progress": progress}
     shared: dict[tuple[Any, ...], Tensor] = {}
     found: list[AuditRow] = []
     attacked: dict[tuple[str, str, float], Tensor] = {}
-    sets: dict[tuple[str, str, float], PredictionSets] = {}
+    sets: dict[tuple[str, str, float], Sets] = {}
 
     def craft(predictor: Predictor, attack: str, radius: float) -> Tensor:
-        smoother = predictor.smoother
-        noisy = NoisyModel(smoother.model, smoother.sigma, draws, stream, smoother.autocast)
+        smoother, norm = predictor.running, str(predictor.rule.asked.threat.norm)
+        noisy = NoisyModel(smoother.model, smoother.noise, draws, stream, smoother.autocast)
+        shaped = {**options, "norm": norm, "device": smoother.device}
         if attack == "softmax":  # the same for every predictor on this model and noise
-            key = (id(smoother.model), smoother.sigma, attack, radius)
+            key = (id(smoother.model), smoother.noise, norm, radius)
             if key not in shared:
-                shared[key] = pgd(noisy, images, labels, radius, loss=mean_softmax, device=smoother.device, **options)
+                shared[key] = pgd(noisy, images, labels, radius, loss=mean_softmax, **shaped)
             return shared[key]
-        loss, gradients = margin_loss(predictor, stream), attack == "margin"
-        return pgd(noisy, images, labels, radius, loss=loss, device=smoother.device, gradients=gradients, **options)
+        return pgd(noisy, images, labels, radius, loss=Margin(predictor, stream), gradients=attack == "margin", **shaped)
 
     def record(name: str, predictor: Predictor, attack: str, radius: float, inputs: Tensor) -> None:
-        level = next(iter(predictor.levels))
         result = predictor.predict(inputs, seed=seed)
-        measured = result.evaluate(labels)
-        promised, p_value, verdict = judge(predictor, measured, radius, level)
-        guarantee = result.guarantee
+        measured, guarantee = result.measure(labels), result.guarantee
+        promised, p_value, verdict = judge(predictor, int(result.covers(labels).sum()), len(labels), radius)
         attacked[name, attack, radius], sets[name, attack, radius] = inputs, result
         found.append(
             AuditRow(
@@ -182,25 +181,26 @@ def audit(
             )
         )
 
-    for name, predictor in named.items():
+    for name, several in named.items():
+        predictor = several.at()
         record(name, predictor, "none", 0.0, images)
-        for radius in radii if radii is not None else [next(iter(predictor.levels))[1]]:
+        for radius in radii if radii is not None else [predictor.guarantee.epsilon]:
             if radius == 0:
                 continue
             for attack, function in wanted.items():
                 if not isinstance(function, str):
-                    inputs = _checked(function(images, labels, radius), images, radius, attack)
+                    inputs = _checked(function(images, labels, radius), images, radius, attack, predictor)
                 else:
                     inputs = craft(predictor, function, radius)
                 record(name, predictor, attack, radius, inputs)
     return Audit(tuple(found), images, labels, attacked, sets)
 
 
-def _checked(attacked: Tensor, images: Tensor, radius: float, name: str) -> Tensor:
-    attacked = torch.as_tensor(attacked).detach().cpu()
+def _checked(attacked: Tensor, images: Tensor, radius: float, name: str, predictor: Predictor) -> Tensor:
+    attacked, norm = torch.as_tensor(attacked).detach().cpu(), get_norm(str(predictor.rule.asked.threat.norm))
     if attacked.shape != images.shape or not attacked.isfinite().all():
         raise InputError(f"attack {name!r} must return finite images of shape {tuple(images.shape)}")
-    distance = (attacked.double() - images.double()).flatten(1).norm(dim=1)
+    distance = norm.length(attacked.double() - images.double())
     if float(distance.max()) > radius * (1 + 1e-6):
-        raise InputError(f"attack {name!r} moved an image by {float(distance.max()):.6g} in L2, allowed are {radius:g}")
+        raise InputError(f"attack {name!r} moved an image by {norm.short} {float(distance.max()):.6g}, allowed are {radius:g}")
     return attacked

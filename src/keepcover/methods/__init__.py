@@ -6,8 +6,8 @@ from typing import Any
 
 from keepcover.errors import InputError
 from keepcover.methods.base import Asked, Explanation, Method, Rule, with_options
-from keepcover.methods.bincp import BinCP
-from keepcover.methods.cas import CAS
+from keepcover.methods.bincp import BinCP, BinCPSharp, BinCPThreshold
+from keepcover.methods.cas import CAS, CASTestTime
 from keepcover.methods.cp import SmoothedCP, SplitCP
 from keepcover.methods.exact import RCP1, Auto, Exact, ExactAsymmetric
 from keepcover.methods.holdout import Holdout
@@ -18,7 +18,7 @@ METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         SplitCP(), SmoothedCP(), RSCP(), RSCPPlus("hoeffding"), RSCPPlus("bernstein"), Exact(), ExactAsymmetric(), RCP1(),
-        BinCP(), CAS(),
+        BinCP(), BinCPSharp(), BinCPThreshold(), CAS(), CASTestTime(),
     )
 }
 
@@ -49,6 +49,6 @@ def saved_method(name: str, options: dict[str, Any]) -> Method:
 
 
 __all__ = [
-    "CAS", "METHODS", "RCP1", "RSCP", "Asked", "Auto", "BinCP", "Exact", "ExactAsymmetric", "Explanation", "Holdout", "Method",
+    "CAS", "METHODS", "RCP1", "RSCP", "Asked", "Auto", "BinCP", "BinCPSharp", "BinCPThreshold", "CASTestTime", "Exact", "ExactAsymmetric", "Explanation", "Holdout", "Method",
     "RSCPPlus", "Rule", "SmoothedCP", "SplitCP", "get_method", "saved_method", "with_options",
 ]

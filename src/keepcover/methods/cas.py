@@ -1,8 +1,7 @@
-"""CAS (Zargarbashi, Akhondzadeh & Bojchevski, ICML 2024) in its test-time form, for comparison."""
+"""CAS (Zargarbashi, Akhondzadeh & Bojchevski, ICML 2024) in both of its forms, for comparison."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,72 +10,117 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keepcover.bounds import dkw, exact_level, hoeffding
-from keepcover.methods.base import Asked, Explanation, Method, Rule
+from keepcover.bounds import bernstein, dkw, hoeffding
+from keepcover.methods.base import Asked, Explanation, Rule
+from keepcover.methods.bincp import Bounded
 from keepcover.methods.holdout import Holdout
 from keepcover.scores import PTT, Draws, Steps
 
 
 @dataclass(frozen=True)
-class CAS(Method):
-    r"""Cdf-aware smoothing of the conformity :math:`s = 1 - S`: the attacked mean is bounded through its whole cdf.
+class CAS(Bounded):
+    r"""Cdf-aware smoothing of the conformity :math:`s = 1 - S`: attacked means are bounded through the whole cdf.
 
-    .. math:: \overline{s} = \sum_j (b_{j+1} - b_j)\, up(1 - F_{low}(b_j))
+    The calibration-time form, which the authors run. The mean of a calibration point's s after any attack is at least
 
-    on the sorted draws :math:`b_j`, with :math:`F_{low}` the DKW lower bound of the cdf. Include k iff
-    :math:`\overline{s} \ge p^*`, the conformal quantile of the calibration means' Hoeffding lower bounds.
+    .. math:: \underline{s} = \sum_j (b_{j+1} - b_j)\, down(1 - F_{up}(b_j))
+
+    on the sorted draws :math:`b_j`, :math:`b_0 = 0` and :math:`b_{N+1} = 1`, with :math:`F_{up}` the DKW upper bound of the
+    cdf of s. Include k iff the upper confidence bound of the query's mean is at least the conformal quantile of the
+    :math:`\underline{s}`.
+
+    Proof. But for eta, no :math:`\underline{s}_i` exceeds the worst attacked mean of its point and the query's upper
+    bound is right. Worst attacked means of calibration points and of the clean query are exchangeable, and the attacked
+    query's mean is at least its own. The upper bound is the smaller of Hoeffding's and the empirical Bernstein one (the
+    authors use the latter): n + 2 bounds at eta / (n + K), and K is at least 2.
     """
 
-    eta: float = 0.001
     transform: PTT | None = PTT()
 
     name = "cas"
-    certified = True
-    clauses = ()
+    least_draws = 2
 
     def fit(self, asked: Asked, holdout: Holdout | None = None) -> Rule:
         return self.rule(asked, self.steps(asked, holdout))
 
     def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> Rule:
-        return WholeCdf(self, asked, transform, **parameters)
+        return CalibrationTime(self, asked, transform, **parameters)
 
 
-class WholeCdf(Rule):
-    """Minus an upper bound of the attacked mean conformity, so that small means that the candidate fits."""
+@dataclass(frozen=True)
+class CASTestTime(CAS):
+    r"""The test-time form: the upper bound of the attacked mean, for the query alone, against clean means.
+
+    .. math:: \overline{s} = \sum_j (b_{j+1} - b_j)\, up(1 - F_{low}(b_j))
+
+    Include k iff :math:`\overline{s}` is at least the conformal quantile of the calibration means' Hoeffding lower bounds.
+    """
+
+    name = "cas_test_time"
+    least_draws = 1
+
+    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> Rule:
+        return TestTime(self, asked, transform, **parameters)
+
+
+class CalibrationTime(Rule):
+    """Minus an upper bound of the mean conformity, so that small means that the label fits."""
 
     method: CAS
 
     @property
-    def _level(self) -> float:
-        return self.method.eta / (self.asked.n + (self.asked.candidates or 0))
+    def level(self) -> float:
+        """What each Monte Carlo bound may fail with."""
+        return self.method.level(self.asked)
+
+    def _through_cdf(self, draws: Draws, attacked: Callable[[Any], Any], side: int) -> Tensor:
+        """Minus the bound of the attacked mean of s, upper (side 1) or lower (side -1)."""
+        ascending = self._unit_interval(draws).ascending.double()
+        cdf = np.arange(draws.count + 1) / draws.count - side * dkw(draws.count, self.level)
+        weight = attacked(1 - np.clip(cdf, 0.0, 1.0))
+        # Summed by parts, the bound is the first weight minus a weighted sum of S.
+        drops = torch.as_tensor((weight[:-1] - weight[1:])[::-1].copy(), device=ascending.device)
+        return ascending @ drops - float(weight[0])
+
+    @property
+    def least(self) -> float:
+        """The upper bound of a label whose every score is 1: no label's is smaller."""
+        draws = self.test_draws
+        return min(hoeffding(draws, self.level), float(bernstein(0.0, draws, self.level)))
 
     def statistic(self, true: Draws) -> Tensor:
-        return self._unit_interval(true).mean
+        return self._through_cdf(true, self.asked.threat.down, -1)
 
     def threshold_of(self, statistic: Tensor, points: int, weight: Tensor | None = None) -> float:
         self._one_item_per_point(weight)
-        rank = math.floor((exact_level(self.asked.alpha) - exact_level(self.method.eta)) * (len(statistic) + 1))
-        if rank < 1:
-            return math.inf
-        worst = float(statistic.sort(descending=True).values[rank - 1])
-        p_star = 1 - worst - hoeffding(self.calibration_draws, self._level)
-        return math.inf if p_star <= 0 else -p_star
+        return self.asked.promise.quantile(statistic, self.method.miscoverage(self.asked.alpha))
 
     def always_full(self, threshold: float) -> bool:
-        least = self.asked.threat.up(min(dkw(self.test_draws, self._level), 1.0))
-        return bool(threshold >= -least)
+        return threshold >= -self.least
 
     def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
-        ascending = self._unit_interval(draws).ascending.double()
-        cdf = np.arange(draws.count + 1) / draws.count
-        low = np.maximum(cdf - dkw(draws.count, self._level), 0.0)
-        weight = self.asked.threat.up(1 - low)
-        # Summed by parts: with s = 1 - S ascending, b_0 = 0 and b_{N+1} = 1, the bound is 1 minus a weighted sum of S.
-        drops = torch.as_tensor((weight[:-1] - weight[1:])[::-1].copy(), device=ascending.device)
-        return ascending @ drops - 1
+        draws = self._unit_interval(draws)
+        radius = bernstein(draws.variance, draws.count, self.level).clamp(max=hoeffding(draws.count, self.level))
+        return (draws.mean - 1 - radius).clamp(min=-1.0)
 
     def explain(
         self, draws: Draws, threshold: float, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
     ) -> Explanation:
         needed = -threshold
         return Explanation(-self.test_statistic(draws, v), needed, f"mean support at least {max(needed, 0.0):.2g}")
+
+
+class TestTime(CalibrationTime):
+    """The query's attacked mean is bounded instead of the calibration points'."""
+
+    __test__ = False  # not a test, whatever its name begins with
+
+    @property
+    def least(self) -> float:
+        return float(self.asked.threat.up(min(dkw(self.test_draws, self.level), 1.0)))
+
+    def statistic(self, true: Draws) -> Tensor:
+        return self._unit_interval(true).mean - 1 + hoeffding(self.calibration_draws, self.level)
+
+    def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
+        return self._through_cdf(draws, self.asked.threat.up, 1)

@@ -79,11 +79,16 @@ class CountRule(Rule):
         return torch.where(forgiven, draws.largest(self.kappa + 2), strict)
 
     def climb(self, true: Draws, threshold: float) -> Tensor:
-        """The (kappa+1)-th largest score of the truth, minus t where that is finite: above 0 the truth is missed."""
-        ordered = true.values.sort(dim=-1, descending=True).values
-        # The attacker's draws need not be as many as the defender's: the same share of them.
-        at = min(true.count - 1, self.kappa * true.count // self.test_draws)
-        return ordered[..., at] - (threshold if math.isfinite(threshold) else 0.0)
+        """The (kappa+1)-th largest score of the truth, minus t: above 0 the truth is missed.
+
+        The attacker's number of draws may differ from the rule's, so the position is scaled; a tenth of the draws around it
+        is averaged, because the gradient of a single draw is noise.
+        """
+        descending = true.values.sort(dim=-1, descending=True).values
+        centre = min(true.count - 1, round((self.kappa + 0.5) / self.test_draws * true.count - 0.5))
+        reach = true.count // 20
+        window = descending[..., max(0, centre - reach) : centre + reach + 1]
+        return window.mean(dim=-1) - min(threshold, 1e30)
 
     def explain(
         self, draws: Draws, threshold: float, fit: Callable[[Tensor], Tensor], v: Tensor | None = None

@@ -56,6 +56,10 @@ class Noise(ABC):
             shape: of one input, where the norm's bound depends on it.
         """
 
+    def through(self, images: Tensor, noisy: Tensor) -> Tensor:
+        """``noisy``, with the gradient that an attack may use: by default that of an addition, as if it rounded nothing."""
+        return noisy + (images - images.detach())[:, None].to(noisy.dtype)
+
     def grid(self) -> ndarray:
         """Ascending probabilities at which bounds look, 0 and 1 and the places where ``up`` bends included."""
         return np.concatenate([[0.0], expit(np.linspace(-200.0, 36.0, 641)), [1.0]])
