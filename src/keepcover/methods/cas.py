@@ -60,7 +60,7 @@ class CASTestTime(CAS):
     least_draws = 1
 
     def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> Rule:
-        return TestTime(self, asked, transform, **parameters)
+        return QueryTime(self, asked, transform, **parameters)
 
 
 class CalibrationTime(Rule):
@@ -110,10 +110,8 @@ class CalibrationTime(Rule):
         return Explanation(-self.test_statistic(draws, v), needed, f"mean support at least {max(needed, 0.0):.2g}")
 
 
-class TestTime(CalibrationTime):
+class QueryTime(CalibrationTime):
     """The query's attacked mean is bounded instead of the calibration points'."""
-
-    __test__ = False  # not a test, whatever its name begins with
 
     @property
     def least(self) -> float:
