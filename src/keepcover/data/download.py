@@ -13,7 +13,7 @@ from urllib.parse import urljoin, urlsplit
 from keepcover.data.known import SOURCES, File, md5_of, owner_of, source_of
 from keepcover.engine.progress import Bar, Report
 from keepcover.errors import InputError
-from keepcover.prediction.artifact import make_folder
+from keepcover.files import make_folder
 
 CHUNK = 1 << 18
 CONNECTIONS = 20  # a download that drops more often than this is left to the user

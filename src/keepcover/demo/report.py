@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from keepcover.demo.demo import ALPHA, ATTACKED, ENTRIES, EPSILON, RADII, SIGMA, DemoResult
+from keepcover.files import make_folder, write_atomically
 from keepcover.pages import plots
 from keepcover.pages.predictor_page import facts
 from keepcover.pages.report import (
@@ -21,7 +22,6 @@ from keepcover.pages.report import (
     origin_section,
     promise_section,
 )
-from keepcover.prediction.artifact import make_folder, write_atomically
 
 
 def write_report(result: DemoResult, folder: Path, figures: Path | None = None) -> Path:

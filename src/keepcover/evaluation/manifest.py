@@ -14,7 +14,7 @@ import numpy
 import scipy
 import torch
 
-from keepcover.prediction.artifact import make_folder, write_atomically
+from keepcover.files import make_folder, write_atomically
 
 
 def manifest(command: str, config: dict[str, Any], seconds: float) -> dict[str, Any]:

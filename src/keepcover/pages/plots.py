@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from keepcover.errors import InputError
-from keepcover.prediction.artifact import make_folder, write_atomically
+from keepcover.files import make_folder, write_atomically
 
 # Six colours that readers with any of the three colour blindnesses tell apart, on white and on the dark page.
 COLORS = ("#0b5d8a", "#a3300a", "#05a387", "#4a0a2a", "#ad8e00", "#7420dc")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from keepcover.attacks.audit import Audit
 from keepcover.errors import InputError
+from keepcover.files import make_folder, write_atomically
 from keepcover.pages import plots
-from keepcover.prediction.artifact import make_folder, write_atomically
 
 NARROW = 6.0  # inches; a wider figure takes the whole width of the page, and scrolls on a phone
 

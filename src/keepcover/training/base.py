@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from keepcover.data import Labelled
 from keepcover.engine.progress import Bar, Report
 from keepcover.errors import InputError
+from keepcover.files import make_folder, write_atomically
 from keepcover.models.checkpoints import weights_bytes
-from keepcover.prediction.artifact import make_folder, write_atomically
 from keepcover.training.optimise import Replayed, Sgd, copy_into, epoch_key
 from keepcover.training.resume import Checkpoint, checkpoint_path
 

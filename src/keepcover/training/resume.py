@@ -13,7 +13,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from keepcover.errors import InputError
-from keepcover.prediction.artifact import write_atomically
+from keepcover.files import write_atomically
 
 
 @dataclass(frozen=True)

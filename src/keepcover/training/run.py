@@ -18,12 +18,12 @@ from keepcover.data import Labelled
 from keepcover.engine.progress import Report
 from keepcover.engine.smoother import fingerprint
 from keepcover.errors import InputError
+from keepcover.files import make_folder, write_atomically
 from keepcover.methods.base import Setting
 from keepcover.methods.exact import Exact
 from keepcover.methods.holdout import Holdout
 from keepcover.models.checkpoints import weights_bytes
 from keepcover.models.heads import head_bytes, last_linear
-from keepcover.prediction.artifact import make_folder, write_atomically
 from keepcover.scores.draws import Draws
 from keepcover.scores.scores import log_odds
 from keepcover.training.bank import FeatureBank

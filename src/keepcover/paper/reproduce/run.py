@@ -11,13 +11,13 @@ from typing import Any
 
 from keepcover.errors import InputError
 from keepcover.evaluation.manifest import manifest, write_results
+from keepcover.files import write_atomically
 from keepcover.paper.reproduce import show
 from keepcover.paper.reproduce.cells import Table
 from keepcover.paper.reproduce.figures import FROM_TABLES, Figure, figures
 from keepcover.paper.reproduce.material import Material
 from keepcover.paper.reproduce.paper import tables
 from keepcover.paper.reproduce.runner import Computed, Say, capped, compute, rows_of
-from keepcover.prediction.artifact import write_atomically
 
 
 def catalogue() -> dict[str, Table | Figure]:
