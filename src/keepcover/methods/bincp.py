@@ -73,7 +73,7 @@ class Shares(Rule):
         upper = clopper_pearson(draws - count, draws, self.method.level(self.asked))[1]
         return int(count[upper >= self.asked.threat.down(self.lower(above))].max())
 
-    def _explained(self, draws: Draws, t: float, allowed: float) -> Explanation:
+    def _explained(self, draws: Draws, t: float, allowed: int | float) -> Explanation:
         n = draws.count
         least = round(n - min(allowed, n))
         return Explanation(1 - draws.above(t) / n, least / n, f"at least {least} of {n} draws must vote for it")
