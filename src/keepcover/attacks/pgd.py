@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepcover.attacks.losses import Loss, mean_softmax
@@ -123,7 +123,7 @@ class _Ascent:
 def pgd(
     noisy: NoisyModel,
     images: Float[Tensor, "n ..."],
-    labels: Int[Tensor, " n ..."],
+    labels: Shaped[Tensor, "n ..."],
     epsilon: float,
     *,
     loss: Loss = mean_softmax,

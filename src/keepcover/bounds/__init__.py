@@ -9,11 +9,11 @@ from keepcover.bounds.hull import hull_bracket, hull_curve, hull_level, hull_lev
 from keepcover.bounds.laws import (
     binomial_tail, conformal_law, covered_at_most, covered_at_most_given, hypergeometric, risk_control_law,
 )
-from keepcover.bounds.majorant import majorant, majorant_cost, majorant_gap
+from keepcover.bounds.majorant import is_majorant, majorant, majorant_cost, majorant_gap
 from keepcover.bounds.quantile import conformal_quantile, conformal_rank, exact_level
 
 __all__ = [
     "Counts", "bernstein", "binomial_tail", "clopper_pearson", "conformal_law", "conformal_quantile", "conformal_rank", "covered_at_most",
     "covered_at_most_given", "dkw", "exact_level", "hoeffding", "hull_bracket", "hull_curve", "hull_level", "hull_levels",
-    "hypergeometric", "majorant", "majorant_cost", "majorant_gap", "risk_control_law",
+    "hypergeometric", "is_majorant", "majorant", "majorant_cost", "majorant_gap", "risk_control_law",
 ]

@@ -127,3 +127,24 @@ def majorant_gap(g: Any, counts: Counts, kappa: int, gamma: float = 0.0) -> floa
     at = np.flatnonzero(rises)
     expect = binomial_tail(len(rises) - 1, at[:, None], counts.seen(q)).T @ rises[at]
     return float(np.max(counts.missed(kappa, q, gamma) - expect))
+
+
+def is_majorant(g: Any, counts: Counts, kappa: int, gamma: float = 0.0) -> bool:
+    """Whether E g dominates h for **every** q: on each of many cells E g at the left end reaches h at the right end.
+
+    The cells refine those that :func:`majorant` solves on, so that what it returns passes.
+
+    Example:
+        >>> from keepcover.noise import Gaussian, Threat
+        >>> counts = Counts(Threat(Gaussian(1.0), 0.5), 1, 1)
+        >>> g, _ = majorant(np.array([0.9, 0.1]), counts, kappa=0)
+        >>> is_majorant(g, counts, 0), is_majorant(0.99 * g, counts, 0)
+        (True, False)
+    """
+    rises = np.diff(np.asarray(g, dtype=np.float64), prepend=0.0)
+    q = _cells(counts, kappa, gamma)[0]
+    inner = [between(a, b, 8) for a, b in zip(q[1:-2], q[2:-1], strict=True)]
+    q = np.unique(np.concatenate([q, *inner]))
+    at = np.flatnonzero(rises)
+    expect = binomial_tail(len(rises) - 1, at[:, None], counts.seen(q[:-1])).T @ rises[at]
+    return bool(np.all(np.diff(g) >= 0) and np.all(expect >= counts.missed(kappa, q[1:], gamma) - 1e-12))

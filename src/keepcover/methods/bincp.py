@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keepcover.bounds import clopper_pearson, exact_level
+from keepcover.bounds import clopper_pearson, conformal_law, covered_at_most_given, exact_level
 from keepcover.errors import InputError
 from keepcover.methods.base import Asked, Explanation, Method, Rule
 from keepcover.methods.holdout import Holdout
@@ -73,7 +73,7 @@ class Shares(Rule):
         upper = clopper_pearson(draws - count, draws, self.method.level(self.asked))[1]
         return int(count[upper >= self.asked.threat.down(self.lower(above))].max())
 
-    def _explained(self, draws: Draws, t: float, allowed: float) -> Explanation:
+    def _explained(self, draws: Draws, t: float, allowed: int | float) -> Explanation:
         n = draws.count
         least = round(n - min(allowed, n))
         return Explanation(1 - draws.above(t) / n, least / n, f"at least {least} of {n} draws must vote for it")
@@ -153,6 +153,9 @@ class BinCPSharp(BinCP):
         side = exact_level(self.eta) / 2
         return (exact_level(alpha) - side) * (1 - side)
 
+    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> FixedShare:
+        return SharpShare(self, asked, **parameters)
+
 
 class FixedShare(Shares):
     """At most kappa draws above t, the quantile of each calibration point's m-th smallest score."""
@@ -189,6 +192,16 @@ class FixedShare(Shares):
         self, draws: Draws, threshold: float, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
     ) -> Explanation:
         return self._explained(draws, threshold, self.kappa)
+
+
+class SharpShare(FixedShare):
+    """The same decision with the sharper accounting, whose law an audit uses."""
+
+    def p_value(self, covered: int, m: int, n: int) -> float:
+        """Given t, the clean (c+1)-th largest score exceeds it with probability B, F(t) < p_L with at most B / (1 - eta/2)."""
+        side, rank = self.method.eta / 2, self.asked.promise.rank(n, self.method.miscoverage(self.asked.alpha))
+        law = conformal_law(n, rank, lambda clean: np.minimum(clean / (1 - side) + side, 1.0))
+        return covered_at_most_given(covered, m, *law)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from keepcover.bounds import (
-    conformal_law, covered_at_most_given, hull_bracket, hull_curve, hull_level, majorant_gap, risk_control_law,
+    conformal_law, covered_at_most_given, hull_bracket, hull_curve, hull_level, is_majorant, majorant_gap, risk_control_law,
 )
 from keepcover.errors import InputError
 from keepcover.methods.base import Asked, Explanation, Method, Rule
@@ -264,7 +264,7 @@ class MajorantRule(CountRule):
 
     def verify(self, task: Task) -> None:
         super().verify(task)
-        if not (self.majorises and self.g[0] >= 0):
+        if not (self.g[0] >= 0 and is_majorant(self.g, self.counts, self.kappa, self.gamma)):
             raise InputError("g is no majorant: it falls short of the worst-case miss rate")
 
     @property

@@ -62,7 +62,7 @@ class Noise(ABC):
 
     def grid(self) -> ndarray:
         """Ascending probabilities at which bounds look, 0 and 1 and the places where ``up`` bends included."""
-        return np.concatenate([[0.0], expit(np.linspace(-200.0, 36.0, 641)), [1.0]])
+        return np.concatenate([[0.0], expit(np.linspace(-200.0, 34.0, 641)), [1.0]])
 
     @property
     def certifies(self) -> bool:

@@ -66,7 +66,7 @@ class Gaussian(Noise):
 
     def grid(self) -> ndarray:
         z = np.concatenate([np.linspace(-38.0, -6.0, 129)[:-1], np.linspace(-6.0, 8.2, 513)])
-        return np.concatenate([[0.0], ndtr(z), [1.0]])
+        return np.unique(np.concatenate([[0.0], ndtr(z), [1.0]]))
 
     def __str__(self) -> str:
         return f"Gaussian noise sigma {self.sigma:g}"

@@ -368,7 +368,7 @@ def _collect(smoother: Smoother, parts: _Parts, question: Question, seed: int, o
     keys: list[Tensor] = []
     inputs: InputRange | None = None
     shape: tuple[int, ...] = ()
-    task, warned, asked = question.task, False, parts.batches(only_holdout)
+    task, warned, judged, asked = question.task, False, False, parts.batches(only_holdout)
 
     def wanted() -> Iterator[tuple[Batch, range, Stream]]:
         nonlocal inputs, shape
@@ -387,6 +387,7 @@ def _collect(smoother: Smoother, parts: _Parts, question: Question, seed: int, o
         good = task.right(outputs, truth)
         if good is not None:
             right.add(good)
+            judged = True
         if stream.role == "holdout":
             held.add(outputs)
             truths.append(truth.cpu())
@@ -404,7 +405,7 @@ def _collect(smoother: Smoother, parts: _Parts, question: Question, seed: int, o
         weights = [part.weight.cpu() for part in items if part.weight is not None]
         unit = items[0].draws.unit
         found = Items(Draws(values.whole(), unit), sum(p.points for p in items), torch.cat(weights) if weights else None)
-    return _Collected(holdout, found, task, right.whole() if task.groups(torch.zeros(1)) is not None else None, inputs, shape)
+    return _Collected(holdout, found, task, right.whole() if judged else None, inputs, shape)
 
 
 def _warn_of_probabilities(outputs: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from numpy import ndarray
@@ -14,10 +14,10 @@ from keepcover.guarantee import Guarantee
 from keepcover.noise import Stream
 from keepcover.scores import Items, Reading
 
-if TYPE_CHECKING:  # rules are handed to tasks; tasks do not know them
-    from keepcover.methods import Rule
+Rule = Any  # a keepcover.methods.Rule: tasks are handed rules, and methods come after tasks
 
 
+@runtime_checkable
 class Measured(Protocol):
     """What measuring sets against the truth gives, whatever the task."""
 
@@ -27,6 +27,7 @@ class Measured(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
+@runtime_checkable
 class Sets(Protocol):
     """What a predictor returns: one set per query, with the guarantee that they carry."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +17,9 @@ from keepcover.noise import Stream
 from keepcover.noise.stream import probes
 from keepcover.scores import SCORES, CustomScore, Draws, Items, Reading, Score, get_score, top_label
 from keepcover.scores.draws import joined, pieces
-from keepcover.tasks.base import Task
+from keepcover.tasks.base import Rule, Task
 from keepcover.tasks.metrics import check_labels
 from keepcover.tasks.sets import PredictionSets
-
-if TYPE_CHECKING:
-    from keepcover.methods import Rule
 
 
 @dataclass(frozen=True)
