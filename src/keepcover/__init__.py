@@ -6,7 +6,8 @@ sets = predictor.predict(new_images)
 
 from keepcover.attacks.audit import Audit, audit
 from keepcover.bounds import bounds
-from keepcover.engine.smoother import Smoother, fingerprint
+from keepcover.engine.fingerprint import fingerprint
+from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.guarantee import Guarantee, conformal_quantile
 from keepcover.methods import METHODS

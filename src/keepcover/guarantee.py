@@ -14,6 +14,7 @@ from keepcover.errors import InputError
 
 ASSUMPTIONS = (
     "Calibration and test points are exchangeable before the attack; the holdout is disjoint from both.",
+    "The true label is one of the classes that the model has: a query of another class is missed by every set.",
     "The noise of the query is fresh and unknown to the attacker, who may know everything else.",
     "The same model, numerics, score and transform ran at calibration and run at prediction.",
     "Everything tuned (rule, transform, sigma, draws) was tuned on the holdout, never on the calibration points.",

@@ -16,12 +16,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from keepcover.engine.devices import checked_device
 from keepcover.engine.inputs import check_images
 from keepcover.engine.progress import Bar, Report
 from keepcover.engine.smoother import Classifier, evaluation_mode
 from keepcover.errors import InputError
 from keepcover.methods.exact import CountRule
-from keepcover.noise.stream import Stream, fresh_seed
+from keepcover.noise.stream import Stream, fresh_seed, to_lattice_
 from keepcover.prediction.predictor import Predictor, noisy_scores_of, score_uniform
 
 
@@ -47,8 +48,8 @@ class L2:
 
     def random(self, like: Tensor, radius: float, generator: torch.Generator) -> Tensor:
         """Uniform in the ball."""
-        direction = self.direction(torch.randn(like.shape, generator=generator, device=like.device))
-        u = torch.rand(len(like), generator=generator, device=like.device)
+        direction = self.direction(torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype))
+        u = torch.rand(len(like), generator=generator, device=like.device, dtype=like.dtype)
         return direction * radius * u.pow(1 / like[0].numel()).view_as(self.length(like))
 
 
@@ -83,9 +84,13 @@ class NoisyModel:
         return None if self.sigma == 0 else self.sigma * self.stream.gaussian(ids, range(self.draws), shape)
 
     def logits(self, images: Tensor, noise: Tensor | None) -> Float[Tensor, "b draws k"]:
+        """As the defender makes them (:meth:`Stream.noisy`); gradients pass the rounding as if it were not there."""
         noisy = images[:, None] if noise is None else images[:, None] + noise
+        if noise is not None:
+            with torch.no_grad():
+                to_lattice_(noisy, self.sigma)
         with torch.autocast(images.device.type, self.autocast) if self.autocast else nullcontext():
-            out = self.model(noisy.flatten(0, 1))
+            out = self.model(noisy.flatten(0, 1).float())
         return out.float().view(len(images), noisy.shape[1], -1)
 
 
@@ -225,7 +230,7 @@ def pgd(
         >>> bool(((adversarial - x).norm(dim=1) <= 0.5).all())
         True
     """
-    images = check_images(images).float()
+    images = check_images(images)
     if not 0 <= epsilon < float("inf") or steps < 1 or restarts < 1:
         raise InputError(f"expected epsilon >= 0, steps >= 1 and restarts >= 1, got {epsilon}, {steps} and {restarts}")
     if len(labels) != len(images):
@@ -235,7 +240,7 @@ def pgd(
         step_size = 2 * epsilon / steps if gradients else epsilon / 2
     parameter = next(noisy.model.parameters(), None) if isinstance(noisy.model, torch.nn.Module) else None
     device = (
-        torch.device(device)
+        checked_device(device)
         if device is not None
         else parameter.device
         if parameter is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,8 +30,9 @@ class AuditRow:
 
     Attributes:
         promised: whether the predictor promises 1 - alpha under this attack (certified, and radius within epsilon).
-        p_value: probability of covering this few points or fewer if coverage were as promised, including the luck of
-            the calibration draw (:meth:`Method.p_value`).
+        p_value: probability that a correct rule covers this few points or fewer, including the luck of the calibration
+            draw (:meth:`Method.p_value`); 0 where the calibration points contradict the threshold of a promise
+            (:meth:`Method.supports`).
         verdict: ``consistent`` or ``violated`` (p below 0.001) where 1 - alpha is promised; ``no promise`` elsewhere,
             with ``lost`` added where coverage fell significantly below 1 - alpha.
     """
@@ -86,12 +87,18 @@ def judge(
     predictor: Predictor, evaluation: Evaluation, radius: float, level: tuple[float, float]
 ) -> tuple[bool, float, str]:
     """Whether 1 - alpha was promised, the p-value of the observed coverage under it, and the verdict."""
-    epsilon, calibrated = level[1], predictor.levels[level]
-    rule = calibrated.rule
+    (alpha, epsilon), calibrated, sigma = level, predictor.levels[level], predictor.smoother.sigma
+    # What is promised and the noise really drawn, in case the rule's own setting says otherwise.
+    stated = calibrated.rule
+    rule = replace(stated, setting=replace(stated.setting, alpha=alpha, epsilon=epsilon, sigma=sigma))
     promised = radius == 0 or (rule.certified and radius <= epsilon * (1 + 1e-9))
     m = evaluation.coverage.count
     true = predictor.calibration_draws(level).first(rule.calibration_draws)
-    p_value = rule.p_value(round(evaluation.coverage.mean * m), m, true, calibrated.threshold)
+    p_value = rule.p_value(round(evaluation.coverage.mean * m), m, len(true))
+    if promised and not rule.supports(true, calibrated.threshold):
+        p_value = 0.0  # calibration points as these never give a correct rule such a threshold
+    if not 0 <= p_value <= 1:
+        raise RuntimeError(f"the law of {rule.name} gave the p-value {p_value}; a verdict needs a number in [0, 1]")
     low = p_value < VIOLATION
     if promised:
         return promised, p_value, "violated" if low else "consistent"
@@ -133,7 +140,7 @@ def audit(
     if unknown:
         raise InputError(f"expected attacks among {', '.join(ATTACKS)}, or functions by name, got {unknown[0]!r}")
     parts = list(batches(data, labelled=True))
-    images = torch.cat([part.images for part in parts]).float()
+    images = torch.cat([part.images for part in parts])
     labels = torch.cat([part.labels for part in parts if part.labels is not None])
     labels = check_labels(labels, len(images), next(iter(named.values())).classes)
     seed = fresh_seed() if seed is None else seed

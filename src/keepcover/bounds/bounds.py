@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
-from scipy.special import bdtr, betainc, betaincinv, gammaln, ndtr, ndtri
+from scipy.special import bdtr, betainc, betaincinv, gammaln, ndtr, ndtri, rel_entr
 
 from keepcover.errors import InputError
 
@@ -162,7 +162,6 @@ def _check_rule(calibration_draws: int, c: int, draws: int, kappa: int, r: float
         raise InputError(f"expected 0 < alpha < 1 and a finite r = epsilon / sigma >= 0, got alpha {alpha} and r {r}")
 
 
-@lru_cache(maxsize=65536)
 def hull_level(
     calibration_draws: int, c: int, draws: int, kappa: int, r: float, alpha: float, gamma: float = 0.0
 ) -> float:
@@ -180,26 +179,45 @@ def hull_level(
         >>> round(hull_level(1, 0, 1, 0, 0.5, 0.1), 4), round(float(gaussian_shift(0.1, -0.5)), 4)
         (0.0374, 0.0374)
     """
+    return hull_bracket(calibration_draws, c, draws, kappa, r, alpha, gamma)[0]
+
+
+@lru_cache(maxsize=65536)
+def hull_bracket(
+    calibration_draws: int, c: int, draws: int, kappa: int, r: float, alpha: float, gamma: float = 0.0
+) -> tuple[float, float]:
+    """alpha' from below and from above: what a rule may use (:func:`hull_level`), and what no correct rule exceeds.
+
+    Example:
+        >>> low, high = hull_bracket(1, 0, 1, 0, 0.5, 0.1)
+        >>> bool(low <= gaussian_shift(0.1, -0.5) <= high), high / low - 1 < 2e-4
+        (True, True)
+    """
     _check_rule(calibration_draws, c, draws, kappa, r, alpha)
     z = _GRID
+    if miss_rate(np.inf, draws, kappa, r, gamma) <= alpha:
+        return 1.0, 1.0  # the randomised boundary alone keeps enough
     if miss_rate(z[1], draws, kappa, r, gamma) > alpha:
-        return 0.0  # so large an attack that no level the grid can tell from zero certifies alpha
-    safe = 0.0
+        # So large an attack that no level the grid can tell from zero certifies alpha.
+        return 0.0, float(binomial_tail(calibration_draws, c + 1, ndtr(z[1])))
+    safe = above = 0.0
     for _ in range(24):
         f = binomial_tail(calibration_draws, c + 1, ndtr(z))
         h = miss_rate(z, draws, kappa, r, gamma)
         (safe,), _, _ = _bridge(f[None, :-1], h[None, 1:], alpha)
         (hopeful,), (i,), (j,) = _bridge(f[None], h[None], alpha)
+        mu = (f[j] - f[i]) / (h[j] - h[i])
+        above = f[i] + mu * (alpha - h[i])  # on a chord between two points of the curve, hence below the hull
         if hopeful - safe <= 1e-4 * hopeful or len(z) > 100_000:
             break
-        mu = (f[j] - f[i]) / (h[j] - h[i])
         worst_corner = f[:-1] + mu * (alpha - h[1:])
         coarse = np.flatnonzero(worst_corner[1:-1] < hopeful * (1 - 5e-5)) + 1
         finer = [np.linspace(z[k], z[k + 1], 6)[1:-1] for k in coarse]
         z = np.unique(np.concatenate([z, *finer]))
-    return min(max(float(safe) * (1 - 1e-9), 0.0), 1.0)
+    return min(max(float(safe) * (1 - 1e-9), 0.0), 1.0), min(float(above) * (1 + 1e-9), 1.0)
 
 
+@lru_cache(maxsize=64)
 def hull_curve(
     calibration_draws: int, c: int, draws: int, kappa: int, r: float, gamma: float = 0.0
 ) -> tuple[ndarray, ndarray]:
@@ -210,9 +228,10 @@ def hull_curve(
         >>> 0.1 <= float(np.interp(0.037411, a, height)) < 0.102
         True
     """
-    z = np.concatenate([[-np.inf], np.linspace(-9.0, 9.0, 4001), [np.inf]])
-    f = np.append(binomial_tail(calibration_draws, c + 1, ndtr(z[:-1])), 1.0)
-    h = np.append(miss_rate(z[1:], draws, kappa, r, gamma), 1.0)
+    cells = 4000 * min(int(max(calibration_draws, draws) ** 0.5), 16)  # f and h are the steeper the more draws
+    z = np.union1d(_GRID, np.linspace(-9.0, 9.0, cells + 1))
+    f = binomial_tail(calibration_draws, c + 1, ndtr(z))
+    h = miss_rate(np.append(z[1:], np.inf), draws, kappa, r, gamma)  # h(1) is 1 - gamma where kappa + 1 draws are all
     corners: list[tuple[float, float]] = []
     for x, y in zip(f, h, strict=True):
         while len(corners) > 1:
@@ -372,14 +391,14 @@ def majorant_cost(
 
 
 def majorant_gap(g: Any, draws: int, kappa: int, r: float, gamma: float = 0.0) -> float:
-    """The largest h(q) - E g(Bin(N_cal, q)) over a dense grid of q; at most zero for a valid g.
+    """The largest h(q) - E g(Bin(N_cal, q)) over a dense grid of q, 0 and 1 included; at most zero for a valid g.
 
     Example:
         >>> g, _ = majorant(np.array([0.9, 0.1]), draws=1, kappa=0, r=0.5)
         >>> majorant_gap(g, 1, 0, 0.5) <= 0, majorant_gap(0.9 * g, 1, 0, 0.5) <= 0
         (True, False)
     """
-    z = np.linspace(-9.0, 9.0, 4001)
+    z = np.union1d(_GRID, np.linspace(-9.0, 9.0, 4001))
     rises = np.diff(np.asarray(g), prepend=0.0)
     at = np.flatnonzero(rises)
     expect = binomial_tail(len(rises) - 1, at[:, None], ndtr(z)).T @ rises[at]
@@ -432,18 +451,63 @@ def covered_at_most(covered: int, m: int, n: int, rank: int) -> float:
     return float(min(np.exp(log + gammaln(a + b) - gammaln(a) - gammaln(b)).sum(), 1.0))
 
 
-def covered_at_most_given(covered: int, m: int, a: float, b: float, worst_miss: Callable[[ndarray], ndarray]) -> float:
-    r"""P[at most ``covered`` of m] when, given the calibration draw, points are missed with probability worst_miss(B).
+def covered_at_most_given(covered: int, m: int, missed: ndarray, exceeded: ndarray) -> float:
+    r"""P[at most ``covered`` of m] when points are missed with a probability M that the calibration draw decides.
 
-    :math:`B \sim \mathrm{Beta}(a, b)` is the luck of the calibration draw. Integrated over cells of B, each at its worst end,
-    so the p-value is never too small.
+    The law of M: :math:`P[M > missed_k] \le exceeded_k`, ``missed`` ascending, M at most its last entry. Integrated over
+    the cells between them, each at its worse end, so the p-value is never too small:
+    :math:`\varphi(missed_0) + \sum_k (\varphi(missed_{k+1}) - \varphi(missed_k)) \, exceeded_k` with
+    :math:`\varphi(u) = P[\mathrm{Bin}(m, 1 - u) \le covered]`.
 
     Example:
         >>> exact = covered_at_most(440, 500, 999, 900)
-        >>> bool(1 <= covered_at_most_given(440, 500, 100.0, 900.0, lambda missed: missed) / exact < 1.05)
+        >>> bool(1 <= covered_at_most_given(440, 500, *conformal_law(999, 900)) / exact < 1.05)
         True
     """
+    few = bdtr(covered, m, 1 - np.clip(missed, 0.0, 1.0))
+    return float(min(few[0] + np.sum(np.diff(few) * exceeded[:-1]), 1.0))
+
+
+def conformal_law(
+    n: int, rank: int, worst_miss: Callable[[ndarray], ndarray] = lambda clean: clean
+) -> tuple[ndarray, ndarray]:
+    r"""``missed`` and ``exceeded`` of a conformal quantile: the clean statistic of a fresh point exceeds the
+    ``rank``-th of n with probability :math:`B \sim \mathrm{Beta}(n + 1 - rank, rank)`, and ``worst_miss(B)`` are missed.
+
+    Example:
+        >>> missed, exceeded = conformal_law(99, 90)
+        >>> round(float(np.interp(0.5, exceeded[::-1], missed[::-1])), 3)          # the median, about 0.1
+        0.097
+    """
+    if rank > n:
+        return np.zeros(1), np.zeros(1)  # t = +inf misses nothing
+    if rank < 1:
+        return worst_miss(np.ones(1)), np.zeros(1)  # t = -inf
     tail = np.geomspace(1e-12, 0.02, 200)
-    u = np.concatenate([[0.0], tail, np.linspace(0.02, 0.98, 801)[1:-1], 1 - tail[::-1], [1.0]])
-    missed = np.clip(worst_miss(betaincinv(a, b, u[1:])), 0.0, 1.0)
-    return float(min(np.sum(np.diff(u) * bdtr(covered, m, 1 - missed)), 1.0)) if covered < m else 1.0
+    below = np.concatenate([[0.0], tail, np.linspace(0.02, 0.98, 801)[1:-1], 1 - tail[::-1], [1.0]])
+    return worst_miss(betaincinv(float(n + 1 - rank), float(rank), below)), 1 - below
+
+
+def risk_control_law(n: int, alpha: float, low: float, high: float) -> tuple[ndarray, ndarray]:
+    r"""``missed`` and ``exceeded`` of conformal risk control at alpha with n losses between ``low`` and ``high``.
+
+    Its threshold leaves the n losses a mean of at most :math:`\hat a = (\alpha (n + 1) - high) / n`. If the risk R(t)
+    there exceeds u, then so few losses are left at the largest t whose risk is u or more too, where they are independent
+    with mean at least u: a lower tail of n bounded variables, which Chernoff bounds by :math:`e^{-n\,KL(x, v)}` and Bentkus
+    by :math:`e\,P[\mathrm{Bin}(n, v) \le \lceil n x \rceil]`, x and v being :math:`\hat a` and u as shares of the range.
+
+    Example:
+        >>> u, exceeded = risk_control_law(1000, 0.1, 0.0, 1.0)
+        >>> float(exceeded[0]), bool(0.001 < np.interp(0.135, u, exceeded) < 0.002)
+        (1.0, True)
+    """
+    mean = (alpha * (n + 1) - high) / n
+    if mean < low:
+        return np.zeros(1), np.zeros(1)  # t = +inf misses nothing
+    start, end = min(mean, high, 1.0), min(high, 1.0)
+    u = start + (end - start) * np.linspace(0.0, 1.0, 4001) ** 2  # fine where the risk will be
+    width = max(high - low, 1e-300)
+    x, v = min((mean - low) / width, 1.0), np.minimum((u - low) / width, 1.0)
+    chernoff = np.where(v > x, np.exp(-n * (rel_entr(x, v) + rel_entr(1 - x, 1 - v))), 1.0)
+    bentkus = np.e * bdtr(min(np.ceil(n * x + 1e-9), n), n, v)
+    return u, np.minimum(chernoff, bentkus)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from keepcover.errors import InputError
 from keepcover.methods.base import Method, Setting
-from keepcover.methods.bincp import BinCP
-from keepcover.methods.cas import CAS
+from keepcover.methods.bincp import BinCP, BinCPSharp, BinCPThreshold
+from keepcover.methods.cas import CAS, CASTestTime
 from keepcover.methods.cp import SmoothedCP, SplitCP
 from keepcover.methods.exact import RCP1, Exact, ExactAsymmetric
 from keepcover.methods.rscp import RSCP, RSCPPlusBernstein, RSCPPlusHoeffding
@@ -22,7 +22,10 @@ METHODS: dict[str, type[Method]] = {
         ExactAsymmetric,
         RCP1,
         BinCP,
+        BinCPSharp,
+        BinCPThreshold,
         CAS,
+        CASTestTime,
     )
 }
 
@@ -45,6 +48,9 @@ __all__ = [
     "RCP1",
     "RSCP",
     "BinCP",
+    "BinCPSharp",
+    "BinCPThreshold",
+    "CASTestTime",
     "Exact",
     "ExactAsymmetric",
     "Method",

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from keepcover.bounds.bounds import covered_at_most
+from keepcover.bounds.bounds import conformal_law, covered_at_most, covered_at_most_given
 from keepcover.errors import InputError
 from keepcover.guarantee import Guarantee, conformal_rank, exact_level
 from keepcover.methods.holdout import Holdout
@@ -115,13 +116,28 @@ class Method(ABC):
         """Whether this threshold keeps every label, whatever the query."""
         return threshold == math.inf
 
-    def p_value(self, covered: int, m: int, true: Draws, threshold: float) -> float:
-        """Probability of covering at most this many of m queries if coverage is as promised, calibration luck included.
+    @property
+    def spent(self) -> Fraction:
+        """The part of alpha that pays for Monte Carlo error; the conformal quantile is taken at what is left."""
+        return 2 * exact_level(self.setting.beta) if self.pays_beta else Fraction(0)
 
-        The beta-binomial law of a conformal quantile at alpha; exact for split conformal prediction.
+    def p_value(self, covered: int, m: int, n: int) -> float:
+        """Probability that a **correct** rule for this setting, calibrated on n points, covers at most this many of m.
+
+        The luck of the calibration draw is included. Nothing here may read what the rule itself computed (a level, a
+        threshold): a rule that is wrong must not be compared with its own mistake. By default the law of a conformal
+        quantile at alpha less what is :attr:`spent`, which is added again: the query is missed if its clean statistic
+        exceeds the quantile or if a Monte Carlo bound fails. Exactly beta-binomial where nothing is spent.
         """
-        n = self.setting.n
-        return covered_at_most(covered, m, n, conformal_rank(n, exact_level(self.setting.alpha)))
+        rank = conformal_rank(n, exact_level(self.setting.alpha) - self.spent)
+        if self.spent == 0:
+            return covered_at_most(covered, m, n, rank)
+        return covered_at_most_given(covered, m, *conformal_law(n, rank, lambda clean: clean + float(self.spent)))
+
+    def supports(self, true: Draws, threshold: float) -> bool:
+        """Whether the calibration points support the threshold: computed again from them, it is no larger."""
+        again = self.threshold(self.calibration_statistic(true))
+        return threshold >= again or math.isclose(threshold, again, rel_tol=1e-9)
 
     def estimated_size(self, holdout: Holdout) -> float:
         """Mean set size to expect, from the holdout alone (its own points serve as calibration points)."""
@@ -145,6 +161,10 @@ class Method(ABC):
             score=score,
             transform=transform,
         )
+
+    def verify(self) -> None:
+        """Raise unless setting and parameters are such that the theorem holds: a file may state anything."""
+        self.guarantee()
 
     def parameters(self) -> dict[str, Any]:
         """What fit chose, as plain JSON values."""

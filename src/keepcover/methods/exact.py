@@ -19,13 +19,17 @@ from numpy import ndarray
 from torch import Tensor
 
 from keepcover.bounds.bounds import (
+    conformal_law,
     covered_at_most_given,
     gaussian_shift,
+    hull_bracket,
     hull_curve,
     hull_level,
     hull_levels,
     majorant,
     majorant_cost,
+    majorant_gap,
+    risk_control_law,
 )
 from keepcover.errors import InputError
 from keepcover.guarantee import conformal_quantile, conformal_rank, exact_level
@@ -59,6 +63,13 @@ class CountRule(Method):
             raise InputError("a randomised boundary needs one uniform number per image, independent of the noise")
         return torch.where((v < self.gamma)[:, None], draws.largest(self.kappa + 2), strict)
 
+    def verify(self) -> None:
+        super().verify()
+        if not (0 <= self.kappa < self.test_draws and 0 <= self.gamma < 1):
+            raise InputError(
+                f"expected 0 <= kappa < {self.test_draws} draws and 0 <= gamma < 1, got kappa {self.kappa}, gamma {self.gamma}"
+            )
+
     @abstractmethod
     def holdout_risk(self, law: ndarray) -> ndarray:
         """What calibration keeps below alpha (or alpha'), minus it, at each threshold of a holdout's count law."""
@@ -86,6 +97,11 @@ class Exact(CountRule):
         s = self.setting
         return hull_level(self.calibration_draws, self.c, self.test_draws, self.kappa, s.r, s.alpha, self.gamma)
 
+    def verify(self) -> None:
+        super().verify()
+        if not 0 <= self.c < self.calibration_draws:
+            raise InputError(f"expected 0 <= c < {self.calibration_draws} calibration draws, got c = {self.c}")
+
     @classmethod
     def fit(cls, setting: Setting, holdout: Holdout | None = None, randomize: bool = False) -> Exact:
         if holdout is None:
@@ -108,17 +124,22 @@ class Exact(CountRule):
     def threshold(self, statistic: Tensor) -> float:
         return conformal_quantile(statistic, Fraction(self.level))
 
-    def p_value(self, covered: int, m: int, true: Draws, threshold: float) -> float:
-        """Given t, P[Z > t] is Beta distributed around alpha', and a query is missed with probability at most H of it."""
-        n = self.setting.n
-        rank = conformal_rank(n, Fraction(self.level))
-        if rank > n:
-            return 1.0 if covered >= m else 0.0
+    def _correct_rank(self, n: int) -> int:
+        """The smallest rank a correct rule may use, from the setting, c and kappa alone: never from :attr:`level`."""
+        s = self.setting
+        rule = (self.calibration_draws, self.c, self.test_draws, self.kappa, s.r, s.alpha, self.gamma)
+        return conformal_rank(n, Fraction(hull_bracket(*rule)[1]))
+
+    def p_value(self, covered: int, m: int, n: int) -> float:
+        """Given t, P[Z > t] is beta distributed around alpha', and a query is missed with probability at most H of it."""
         rule = (self.calibration_draws, self.c, self.test_draws, self.kappa, self.setting.r, self.gamma)
         corners = hull_curve(*rule)
-        return covered_at_most_given(
-            covered, m, float(n + 1 - rank), float(rank), lambda missed: np.interp(missed, *corners)
-        )
+        law = conformal_law(n, self._correct_rank(n), lambda clean: np.interp(clean, *corners))
+        return covered_at_most_given(covered, m, *law)
+
+    def supports(self, true: Draws, threshold: float) -> bool:
+        at_most = int((true.largest(self.c + 1) <= threshold).sum())
+        return threshold == math.inf or at_most >= self._correct_rank(len(true))
 
 
 @dataclass(frozen=True)
@@ -153,20 +174,30 @@ class ExactAsymmetric(CountRule):
                 f"expected a nondecreasing g on 0..{self.calibration_draws} calibration draws, got {len(self.g)} values"
             )
 
+    def verify(self) -> None:
+        super().verify()
+        gap = majorant_gap(self.g, self.test_draws, self.kappa, self.setting.r, self.gamma)
+        if not (gap <= 0 and self.g[0] >= 0):
+            raise InputError(f"g is no majorant: it falls short of the worst-case miss rate by {gap:.3g}")
+
     def holdout_risk(self, law: ndarray) -> ndarray:
         n = self.setting.n
         return (n * law @ np.array(self.g) + self.g[-1]) / (n + 1) - self.setting.alpha
 
-    def p_value(self, covered: int, m: int, true: Draws, threshold: float) -> float:
-        """Given t, a query is missed with probability at most E g(count(t)): mean alpha, spread that of g over n points.
+    @property
+    def majorises(self) -> bool:
+        """Whether g is above h wherever that is looked at; if not, g certifies nothing."""
+        return majorant_gap(self.g, self.test_draws, self.kappa, self.setting.r, self.gamma) <= 0
 
-        Approximate: a Beta variable with that mean and variance stands in for it.
-        """
-        alpha, n = self.setting.alpha, self.setting.n
-        g = torch.tensor(self.g, dtype=torch.float64)[true.above(threshold).cpu()]
-        variance = max(float(g.var(correction=0)), alpha * (1 - alpha)) / (n + 1)
-        precision = max(alpha * (1 - alpha) / variance - 1, 1.0)
-        return covered_at_most_given(covered, m, alpha * precision, (1 - alpha) * precision, lambda missed: missed)
+    def p_value(self, covered: int, m: int, n: int) -> float:
+        """Given t, a query is missed with probability at most R(t) = E g(count(t)), whose law risk control bounds."""
+        high = self.g[-1] if self.majorises else math.inf  # no majorant: a correct rule has no finite threshold
+        return covered_at_most_given(covered, m, *risk_control_law(n, self.setting.alpha, self.g[0], high))
+
+    def supports(self, true: Draws, threshold: float) -> bool:
+        g = torch.tensor(self.g, dtype=torch.float64)
+        risk = (float(g[true.above(threshold).cpu()].sum()) + self.g[-1]) / (len(true) + 1)
+        return threshold == math.inf or bool(self.majorises and risk <= self.setting.alpha + 1e-9)
 
     @property
     def _rises(self) -> tuple[ndarray, ndarray]:
@@ -206,6 +237,11 @@ class RCP1(Exact):
     @classmethod
     def fit(cls, setting: Setting, holdout: Holdout | None = None, randomize: bool = False) -> RCP1:
         return cls(setting)
+
+    def verify(self) -> None:
+        super().verify()
+        if self.gamma != 0:
+            raise InputError(f"{self.name} forgives nothing; expected gamma 0, got {self.gamma}")
 
     def calibration_statistic(self, true: Draws) -> Tensor:
         return true.values[..., 0]

@@ -50,8 +50,7 @@ class RSCPPlusHoeffding(Method):
         return self._unit_interval(true).mean
 
     def threshold(self, statistic: Tensor) -> float:
-        level = exact_level(self.setting.alpha) - 2 * exact_level(self.setting.beta)
-        tau = conformal_quantile(statistic, level)
+        tau = conformal_quantile(statistic, exact_level(self.setting.alpha) - self.spent)
         if math.isinf(tau):
             return tau
         clean = hoeffding(self.calibration_draws, self.setting.beta)

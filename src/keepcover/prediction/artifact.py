@@ -1,8 +1,9 @@
 """A predictor on disk: one safetensors file, checksummed throughout; whatever does not match is refused.
 
-The file holds the calibration points' scores and the holdout scores of PTT; its metadata hold a JSON manifest (format,
-promises, rules, score, numerics, model fingerprint, checksums) and the manifest's own checksum. Nothing is executed on
-loading, and every threshold is computed again from the scores and compared.
+The file holds the calibration points' scores, the holdout scores of PTT, and what the model and the score give on a few
+fixed inputs; its metadata hold a JSON manifest (format, promises, rules, score, numerics, model, checksums) and the
+manifest's own checksum. Nothing is executed on loading. A checksum is no signature, so everything that follows from
+something else in the file is derived again and compared.
 """
 
 from __future__ import annotations
@@ -11,11 +12,8 @@ import contextlib
 import hashlib
 import json
 import math
-import os
-import secrets
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +22,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 from torch import Tensor
 
+from keepcover.engine.fingerprint import Identity, identifier, probes
 from keepcover.engine.inputs import InputRange
 from keepcover.engine.progress import Report
 from keepcover.engine.smoother import Classifier, Smoother
-from keepcover.engine.smoother import fingerprint as fingerprint_of
-from keepcover.errors import InputError, KeepcoverWarning
-from keepcover.methods import METHODS, Setting
+from keepcover.errors import InputError
+from keepcover.files import write_file
+from keepcover.methods import METHODS, Method, Setting
 from keepcover.prediction.predictor import Calibrated, Level, Predictor
 from keepcover.scores.draws import Draws
 from keepcover.scores.scores import SCORES, CustomScore, Score, get_score
 from keepcover.scores.transforms import PTT
 
-FORMAT = 1
+FORMAT = 2
 _KEYS = (
     "classes",
     "class_names",
@@ -43,12 +42,15 @@ _KEYS = (
     "numerics",
     "score",
     "model_fingerprint",
+    "model_structure",
+    "probe_shape",
     "holdout_size",
     "inputs",
     "provenance",
     "levels",
 )
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_MOST = 2**24  # classes, points and draws: more would be asked of memory before they could be compared
 
 
 def _digest(tensor: Tensor) -> str:
@@ -56,72 +58,71 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes()).hexdigest()
 
 
-def make_folder(path: Path) -> Path:
-    """Create a folder for output, or say why not."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot create the folder {path} ({error.strerror}); choose another place") from None
-    return path
-
-
-def check_place(path: Path) -> None:
-    """Say why a file cannot be written there, before any work is done for it."""
-    if not path.parent.is_dir():
-        raise InputError(f"no folder {path.parent} to write {path.name} into; create it first")
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; give the name of a file")
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write beside the target, then rename: a reader sees the old file or the new one, never half of one.
-
-    The content is on the disk before it gets its name, so that holds after a power failure too. Temporary names are
-    random: writers in several processes or on several machines do not meet.
-    """
-    check_place(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        temporary.write_bytes(content)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def save(predictor: Predictor, path: str | Path) -> None:
+def save(predictor: Predictor, path: str | Path, fingerprint: str | None = None) -> None:
     """Write a predictor to one file."""
-    tensors = {"calibration": predictor.calibration.cpu().contiguous()}
+    identity, smoother = predictor.identity, predictor.smoother
+    if identity is None or predictor.inputs is None:
+        raise InputError(
+            "this predictor does not know what model and inputs it was calibrated with; save a calibrated one"
+        )
+    if fingerprint and fingerprint != identity.fingerprint:
+        identity = replace(identity, fingerprint=fingerprint, structure=None)
+    identity = replace(identity, fingerprint=identifier(smoother.model, identity.fingerprint))
+    for own, known in (
+        (type(smoother), Smoother),
+        *((type(c.rule), METHODS.get(c.rule.name)) for c in predictor.levels.values()),
+    ):
+        if own is not known:
+            raise InputError(
+                f"{own.__name__} is code of yours, which a file cannot hold; it would be loaded as another"
+            )
+    tensors = {"calibration": predictor.calibration, "probe_scores": _probe_scores(predictor.score, predictor.classes)}
     if predictor.holdout is not None:
-        tensors["holdout"] = predictor.holdout.cpu().contiguous()
-    manifest = {
+        tensors["holdout"] = predictor.holdout
+    if identity.logits is not None:
+        tensors["probe_logits"] = identity.logits
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    text = json.dumps(_manifest(predictor, identity, tensors), sort_keys=True)
+    metadata = {"keepcover": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    write_file(path, serialize(tensors, metadata))
+
+
+def _manifest(predictor: Predictor, identity: Identity, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    assert predictor.inputs is not None
+    return {
         "format": FORMAT,
         "classes": predictor.classes,
         "class_names": predictor.class_names,
         "sigma": predictor.smoother.sigma,
         "numerics": predictor.smoother.numerics,
         "score": predictor.score.config(),
-        "model_fingerprint": predictor.model_fingerprint,
+        "model_fingerprint": identity.fingerprint,
+        "model_structure": identity.structure,
+        "probe_shape": identity.shape,
         "holdout_size": predictor.holdout_size,
-        "inputs": None if predictor.inputs is None else asdict(predictor.inputs),
+        "inputs": asdict(predictor.inputs),
         "provenance": predictor.provenance,
-        "levels": [
-            {
-                "method": calibrated.rule.name,
-                "transform": calibrated.transform,
-                "setting": asdict(calibrated.rule.setting),
-                "parameters": calibrated.rule.parameters(),
-                "threshold": repr(calibrated.threshold),
-                "guarantee": predictor.guarantee_for(*level).to_dict(),
-            }
-            for level, calibrated in predictor.levels.items()
-        ],
+        "levels": [_entry(calibrated, predictor.score.name) for calibrated in predictor.levels.values()],
         "checksums": {name: _digest(tensor) for name, tensor in tensors.items()},
     }
-    text = json.dumps(manifest, sort_keys=True)
-    metadata = {"keepcover": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    write_atomically(Path(path), serialize(tensors, metadata))
+
+
+def _entry(calibrated: Calibrated, score: str) -> dict[str, Any]:
+    rule = calibrated.rule
+    return {
+        "method": rule.name,
+        "transform": calibrated.transform,
+        "setting": asdict(rule.setting),
+        "parameters": rule.parameters(),
+        "threshold": repr(calibrated.threshold),
+        "guarantee": rule.guarantee(score, calibrated.transform).to_dict(),
+    }
+
+
+def _probe_scores(score: Score, classes: int) -> Tensor:
+    """What a score gives on fixed logits: it tells other settings, and other code under the same name."""
+    logits, u = probes((classes,), -4.0, 4.0), torch.tensor([0.2, 0.4, 0.6, 0.8])
+    return torch.stack([score(logits, u), score.order(logits, u)])
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -164,38 +165,101 @@ def _malformed(path: str | Path) -> Iterator[None]:
     """A manifest whose checksum is right and whose content makes no sense was not written by this library."""
     try:
         yield
-    except InputError:
-        raise
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError) as error:
+    except InputError as error:
+        raise error if str(path) in str(error) else InputError(f"{path}: {error}") from None
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, ArithmeticError) as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise InputError(f"the manifest of {path} makes no sense ({reason}); save the predictor again") from None
+
+
+def _agree(field: str, stated: Any, found: Any) -> None:
+    """The one way in which a file is inconsistent: it states something that does not follow from the rest of it."""
+    one, other = (json.dumps(value, sort_keys=True) for value in (stated, found))  # in which 1, 1.0 and true differ
+    if one != other:
+        if isinstance(stated, dict) and isinstance(found, dict):
+            for key in sorted({*stated, *found}):
+                _agree(f"{field}.{key}" if field else key, stated.get(key), found.get(key))
+        raise InputError(
+            f"it states {field} {_brief(one)}, the rest of it gives {_brief(other)}; save the predictor again"
+        )
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "int": lambda value: type(value) is int and 0 <= value <= _MOST,
+    "float": lambda value: type(value) is float and not math.isnan(value),
+    "int | None": lambda value: value is None or _KINDS["int"](value),
+    "tuple[float, ...]": lambda value: type(value) is tuple and all(map(_KINDS["float"], value)),
+    "str": lambda value: type(value) is str,
+    "bool": lambda value: type(value) is bool,
+}
+
+
+def _made(cls: Any, values: dict[str, Any], **more: Any) -> Any:
+    """A dataclass of JSON values, each of the type its field names: JSON takes 1.5 for a count, and true for 1."""
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    for field in fields(cls):
+        if field.name not in more and not _KINDS[str(field.type)](values[field.name]):
+            raise InputError(f"expected {field.type} for {field.name}, got {_brief(str(values[field.name]))}")
+    return cls(**more, **values)
 
 
 def promises(path: str | Path, manifest: dict[str, Any], tensors: dict[str, Tensor]) -> dict[Level, Calibrated]:
     """The rules of a checked file, each threshold and guarantee derived again and compared with what it states."""
     levels: dict[Level, Calibrated] = {}
     with _malformed(path):
+        points, classes, names = tensors["calibration"], manifest["classes"], manifest["class_names"]
+        if points.ndim != 2 or not points.is_floating_point() or points.isnan().any():
+            raise InputError("expected calibration scores [n, draws] without NaN; save the predictor again")
+        if names is not None and not all(isinstance(name, str) for name in names):
+            raise InputError("expected class names as strings; save the predictor again")
+        for name in ("probe_scores", "probe_logits"):
+            if name in tensors:
+                _agree("classes", classes, tensors[name].shape[-1])
+        _agree("number of class_names", classes if names is None else len(names), classes)
+        held = tensors.get("holdout")
+        if held is not None:
+            _agree("holdout_size", manifest["holdout_size"], len(held))
+            if (held.diff() < 0).any():
+                raise InputError("its holdout scores are not sorted; save the predictor again")
+        _agree("holdout scores", held is not None, any(entry["transform"] == "ptt" for entry in manifest["levels"]))
         for entry in manifest["levels"]:
-            parameters = {
-                key: tuple(value) if isinstance(value, list) else value for key, value in entry["parameters"].items()
-            }
-            rule = METHODS[entry["method"]](setting=Setting(**entry["setting"]), **parameters)
-            scores = tensors["calibration"]
-            if entry["transform"] == "ptt":
-                scores = PTT(tensors["holdout"], b=1 - rule.setting.alpha)(scores)
-            threshold = rule.threshold(rule.calibration_statistic(Draws(scores).first(rule.calibration_draws)))
-            saved = float(entry["threshold"])
-            if not (threshold == saved or math.isclose(threshold, saved, rel_tol=1e-12)):
-                raise InputError(
-                    f"{path}: the threshold {saved} does not follow from the calibration scores ({threshold})"
-                )
-            if rule.guarantee(manifest["score"]["name"], entry["transform"]).to_dict() != entry["guarantee"]:
-                raise InputError(f"{path}: the guarantee it states is not the one its rule gives; calibrate again")
-            levels[rule.setting.alpha, rule.setting.epsilon] = Calibrated(rule, entry["transform"], saved)
+            calibrated = _level(entry, manifest, points, held)
+            setting = calibrated.rule.setting
+            levels[setting.alpha, setting.epsilon] = calibrated
+        _agree("number of different levels", len(manifest["levels"]), len(levels))
+        if not levels:
+            raise InputError("it makes no promise; calibrate again")
     return levels
 
 
-def _score(config: dict[str, Any], given: str | Score | Callable[..., Tensor] | None) -> Score:
+def _level(entry: dict[str, Any], manifest: dict[str, Any], points: Tensor, held: Tensor | None) -> Calibrated:
+    setting: Setting = _made(Setting, entry["setting"])
+    rule: Method = _made(METHODS[entry["method"]], entry["parameters"], setting=setting)
+    _agree("setting.sigma", setting.sigma, manifest["sigma"])
+    _agree("setting.classes", setting.classes, manifest["classes"])
+    _agree("setting.n", setting.n, len(points))
+    rule.verify()
+    saved = float(entry["threshold"])
+    calibrated = Calibrated(rule, entry["transform"], saved)
+    _agree("", entry, _entry(calibrated, manifest["score"]["name"]))
+    scores = points
+    if entry["transform"] == "ptt":
+        assert held is not None
+        scores = PTT(held, b=1 - setting.alpha)(points)
+    threshold = rule.threshold(rule.calibration_statistic(Draws(scores).first(rule.calibration_draws)))
+    if not (threshold == saved or math.isclose(threshold, saved, rel_tol=1e-12)):
+        raise InputError(f"the threshold {saved} does not follow from the calibration scores ({threshold})")
+    # Another machine may round otherwise: the larger of the two keeps more labels.
+    return replace(calibrated, threshold=max(threshold, saved))
+
+
+def _score(
+    config: dict[str, Any], probed: Tensor, classes: int, given: str | Score | Callable[..., Tensor] | None
+) -> Score:
     if not config.get("custom"):
         score = SCORES[config["name"]](**{key: value for key, value in config.items() if key != "name"})
         given = score if given is None else get_score(given)
@@ -207,6 +271,11 @@ def _score(config: dict[str, Any], given: str | Score | Callable[..., Tensor] | 
         score = given = get_score(given) if isinstance(given, str | Score) else CustomScore(given, config["name"])
     if given.config() != config:
         raise InputError(f"this predictor was calibrated with score {config}, not {given.config()}")
+    found = _probe_scores(score, classes)
+    if found.shape != probed.shape or not torch.allclose(found.double(), probed.double(), rtol=1e-4, atol=1e-6):
+        raise InputError(
+            f"the score {score.name!r} gives other values than it did at calibration; pass the one that was calibrated with"
+        )
     return score
 
 
@@ -224,7 +293,7 @@ def load(
 
     Args:
         path: what :meth:`Predictor.save` wrote.
-        model: the very model it was calibrated with; its fingerprint is compared.
+        model: the very model it was calibrated with; weights, structure and the logits of a few fixed inputs are compared.
         fingerprint: the string given at calibration for a model that is not an ``nn.Module``.
         score: only for custom scores, which are code and therefore not in the file.
         batch_size, device, progress: see :class:`Smoother`; numerics are restored from the file.
@@ -232,9 +301,14 @@ def load(
     manifest, tensors = read(path)
     levels = promises(path, manifest, tensors)
     with _malformed(path):
-        numerics, names = manifest["numerics"], manifest["class_names"]
+        numerics, names, classes = manifest["numerics"], manifest["class_names"], manifest["classes"]
+        flags = numerics["channels_last"], numerics["compile"]
+        if not (_KINDS["int"](manifest["holdout_size"]) and all(map(_KINDS["bool"], flags))):
+            raise InputError("expected holdout_size as a number, channels_last and compile as true or false")
         autocast = None if numerics["autocast"] is None else _AUTOCAST[numerics["autocast"]]
-        inputs = None if manifest["inputs"] is None else InputRange.from_dict(manifest["inputs"])
+        inputs = InputRange.from_dict(manifest["inputs"])
+        if not -math.inf < inputs.low <= inputs.high < math.inf:
+            raise InputError(f"expected inputs in a finite range, got {inputs}; save the predictor again")
         smoother = Smoother(
             model,
             manifest["sigma"],
@@ -245,30 +319,28 @@ def load(
             compile=numerics["compile"],
             progress=progress,
         )
+        identity = Identity(
+            manifest["model_fingerprint"],
+            manifest["model_structure"],
+            tuple(manifest["probe_shape"]),
+            inputs.low,
+            inputs.high,
+            tensors.get("probe_logits"),
+        )
+        _agree("probe_shape", identity.shape, inputs.shape or identity.shape)
         loaded = Predictor(
             smoother,
-            _score(manifest["score"], score),
+            _score(manifest["score"], tensors["probe_scores"], classes, score),
             levels,
             tensors["calibration"],
             tensors.get("holdout"),
-            manifest["classes"],
+            classes,
             None if names is None else tuple(names),
-            manifest["model_fingerprint"],
+            identity,
             manifest["holdout_size"],
             inputs,
             manifest["provenance"],
         )
-    expected, found = loaded.model_fingerprint, fingerprint or fingerprint_of(model)
-    if expected is None or found is None:
-        warnings.warn(
-            "the model cannot be compared with the one calibrated: it has no fingerprint. Give a callable one with "
-            "fingerprint=... at calibration and loading",
-            KeepcoverWarning,
-            stacklevel=2,
-        )
-    elif expected != found:
-        raise InputError(
-            f"the model differs from the one calibrated: fingerprint {found[:12]}, expected {expected[:12]}; load the weights "
-            "that were calibrated (or give the fingerprint= string of calibration), or calibrate again"
-        )
+        _agree("", {**manifest, "levels": []}, {**_manifest(loaded, identity, tensors), "levels": []})
+        identity.refuse_other(smoother, fingerprint)
     return loaded

@@ -6,17 +6,17 @@ import datetime
 import importlib.metadata
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from keepcover.engine.fingerprint import Identity
 from keepcover.engine.inputs import Batch, InputRange, batches, in_memory, length
 from keepcover.engine.progress import Bar, Report
 from keepcover.engine.smoother import Classifier, Smoother, evaluation_mode
-from keepcover.engine.smoother import fingerprint as model_fingerprint
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.guarantee import Guarantee
 from keepcover.methods import Method, Setting, get_method
@@ -54,6 +54,7 @@ def calibrate(
     holdout: Any = None,
     randomize: bool = False,
     class_names: Sequence[str] | None = None,
+    open_labels: bool = False,
     ids: Any = None,
     seed: int | None = None,
     fingerprint: str | None = None,
@@ -83,9 +84,12 @@ def calibrate(
         holdout: labelled data for tuning, or how many points to take from ``data``; by default min(500, n // 10).
         randomize: let the exact certificates randomise their boundary.
         class_names: names for reading sets.
+        open_labels: allow the label -1 for a point whose class the model does not have. Every set misses it, so it counts
+            as missed, and a level that cannot be met because of such points is refused. The promise then includes
+            queries of unknown classes.
         ids: integers that key each point's noise; positions by default.
         seed: reproducible calibration, for experiments; fresh operating-system entropy by default.
-        fingerprint: a string that identifies a model that is not an ``nn.Module``.
+        fingerprint: a string that identifies a model that is not an ``nn.Module``; needed to save the predictor.
         batch_size, device, autocast, channels_last, compile, progress: see :class:`Smoother`.
 
     Example:
@@ -98,7 +102,7 @@ def calibrate(
     """
     alphas, epsilons = _levels(alpha, "alpha"), _levels(epsilon, "epsilon")
     levels = [(a, e) for a in alphas for e in epsilons]
-    request = _Request(get_score(score), method, draws, calibration_draws, transform, beta, randomize)
+    request = _Request(get_score(score), method, draws, calibration_draws, transform, beta, randomize, open_labels)
     options = {
         "batch_size": batch_size,
         "device": device,
@@ -136,8 +140,8 @@ def calibrate(
         smoother = min(smoothers, key=lambda s: _expected_size(s, parts, request, levels, seed))
     else:
         smoother = smoothers[0]
-    collected = _collect(smoother, parts, request, seed)
-    return _conformalize(smoother, collected, request, levels, class_names, fingerprint)
+    collected = _collect(smoother, parts, request, seed, fingerprint)
+    return _conformalize(smoother, collected, request, levels, class_names)
 
 
 conformalize = calibrate
@@ -169,6 +173,7 @@ class _Request:
     asked_transform: str | None
     beta: float
     randomize: bool
+    open_labels: bool
 
     def __post_init__(self) -> None:
         if self.draws < 1 or (self.asked_calibration_draws or 1) < 1:
@@ -296,55 +301,87 @@ class _Collected:
     classes: int
     accuracy: float
     inputs: InputRange | None
+    unknown: int  # calibration points of classes that the model does not have
+    worst: float  # their score: no class that the model has scores higher
+    identity: Identity | None
 
     @property
     def first_draws(self) -> Tensor:
         """Sorted scores of the holdout's true labels, one draw each: what PTT is fitted on."""
         assert self.holdout is not None
-        return self.holdout.true.values[:, 0].sort().values
+        known = self.holdout.labels < self.classes
+        return self.holdout.true.values[known, 0].sort().values
 
     def transformed(self, alpha: float) -> _Collected:
         assert self.holdout is not None
         ptt = PTT(self.first_draws, b=1 - alpha)
         held = Holdout(Draws(ptt(self.holdout.draws.values)), self.holdout.labels)
         calibration = None if self.calibration is None else Draws(ptt(self.calibration.values))
-        return _Collected(held, calibration, self.classes, self.accuracy, self.inputs)
+        worst = float(ptt(torch.tensor([self.worst], dtype=ptt.holdout.dtype)))
+        return replace(self, holdout=held, calibration=calibration, worst=worst)
+
+    def keeps_unknown(self, rule: Method, threshold: float) -> bool:
+        """Whether this threshold counts a query of an unknown class as covered, which no set of the model can do."""
+        draws = Draws(torch.full((1, 1, rule.test_draws), self.worst))
+        return bool(rule.decide(draws, threshold, torch.zeros(1)).any())
 
 
-def _collect(smoother: Smoother, parts: _Parts, request: _Request, seed: int, only_holdout: bool = False) -> _Collected:
+def _collect(
+    smoother: Smoother,
+    parts: _Parts,
+    request: _Request,
+    seed: int,
+    fingerprint: str | None = None,
+    only_holdout: bool = False,
+) -> _Collected:
     """One pass over the data. PTT comes later: it is fitted on what is collected here."""
     streams = {role: Stream(seed, role) for role in ("holdout", "calibration")}
     draws = {"holdout": request.holdout_draws, "calibration": request.calibration_draws}
     kind = "order" if request.kind == "ptt" else request.kind
     kept: dict[str, list[Tensor]] = {"holdout": [], "calibration": []}
     labels: list[Tensor] = []
-    classes, right, seen = 0, 0.0, 0
+    worst = 1.0 if kind == "plain" else torch.inf
+    classes, right, seen, unknown = 0, 0.0, 0, 0
     inputs: InputRange | None = None
+    shape: tuple[int, ...] = ()
     source = (("holdout", b) for b in parts.holdout_batches()) if only_holdout else parts.all_batches()
     bar = Bar("smoothing", None if only_holdout else length(parts.data), smoother.progress)
     with evaluation_mode(smoother.model), bar:
         for role, batch in _small(source, smoother, draws):
             seen_here = InputRange.of(batch.images)
+            shape = seen_here.shape or shape
             inputs = seen_here if inputs is None else inputs.union(seen_here)
             logits = smoother.logits(batch.images, draws[role], streams[role], batch.ids)
             if seen == 0:
                 _warn_of_probabilities(logits)
             assert batch.labels is not None
-            y = check_labels(batch.labels, len(batch), logits.shape[2]).to(logits.device)
             classes = logits.shape[2]
+            y = check_labels(batch.labels, len(batch), classes, -int(request.open_labels)).to(logits.device)
+            foreign = y < 0
             right += float((top_label(logits) == y[:, None]).double().mean(dim=1).sum())
             seen += len(batch)
             u = score_uniform(request.score, streams[role], batch.ids.to(logits.device))
             if role == "holdout":
-                scores = noisy_scores(request.score, kind, logits, u)
-                labels.append(y.cpu())
+                scores = noisy_scores(request.score, kind, logits, u).values
+                if request.open_labels:  # one more label, that of every unknown class
+                    scores = torch.cat([scores, torch.full_like(scores[:, :1], worst)], dim=1)
+                labels.append(y.where(~foreign, classes).cpu())
             else:
-                scores = noisy_scores_of(y, request.score, kind, logits, u)
-            kept[role].append(scores.values.cpu())
+                scores = noisy_scores_of(y.clamp_min(0), request.score, kind, logits, u).values
+                if request.open_labels:
+                    scores = scores.masked_fill(foreign[:, None], worst)
+                    unknown += int(foreign.sum())
+            kept[role].append(scores.cpu())
             bar.advance(len(batch))
+        # Of the model as it ran here: it may be trained on before the predictor is saved.
+        known = (
+            None
+            if only_holdout or inputs is None
+            else Identity.of(smoother, shape, inputs.low, inputs.high, fingerprint)
+        )
     holdout = Holdout(Draws(torch.cat(kept["holdout"])), torch.cat(labels)) if labels else None
     calibration = Draws(torch.cat(kept["calibration"])) if kept["calibration"] else None
-    return _Collected(holdout, calibration, classes, right / max(seen, 1), inputs)
+    return _Collected(holdout, calibration, classes, right / max(seen, 1), inputs, unknown, worst, known)
 
 
 def _warn_of_probabilities(logits: Tensor) -> None:
@@ -380,12 +417,7 @@ def _expected_size(smoother: Smoother, parts: _Parts, request: _Request, levels:
 
 
 def _conformalize(
-    smoother: Smoother,
-    collected: _Collected,
-    request: _Request,
-    levels: list[Level],
-    class_names: Sequence[str] | None,
-    fingerprint: str | None,
+    smoother: Smoother, collected: _Collected, request: _Request, levels: list[Level], class_names: Sequence[str] | None
 ) -> Predictor:
     if collected.calibration is None:
         raise InputError("no calibration points are left after the holdout; give more data")
@@ -405,11 +437,18 @@ def _conformalize(
         assert own.calibration is not None
         rule = request.fit(level, smoother.sigma, n, classes, own.holdout)
         rule.guarantee()
-        threshold = rule.threshold(rule.calibration_statistic(own.calibration.first(rule.calibration_draws)))
+        statistic = rule.calibration_statistic(own.calibration.first(rule.calibration_draws))
+        threshold = rule.threshold(statistic)
+        if own.unknown and own.keeps_unknown(rule, threshold):
+            raise InputError(
+                f"{own.unknown} of {n} calibration points have a label that the model does not know, and its sets miss "
+                f"every such query: {rule.name} cannot promise {1 - level[0]:.6g}. Train on more rows so that every label "
+                "is met, merge rare labels, or raise alpha"
+            )
         if rule.always_full(threshold):
             warnings.warn(
-                f"{rule.name} at alpha {level[0]:g}, epsilon {level[1]:g} can only return the full label set here; more draws, "
-                "more calibration points, a larger sigma or a smaller epsilon may help",
+                f"{rule.name} at alpha {level[0]:g}, epsilon {level[1]:g} can only return the full label set here; "
+                f"{_help(rule, statistic)}more calibration points, a larger sigma or a smaller epsilon may help",
                 KeepcoverWarning,
                 stacklevel=3,
             )
@@ -423,11 +462,22 @@ def _conformalize(
         holdout=collected.first_draws if request.transform == "ptt" else None,
         classes=classes,
         class_names=None if class_names is None else tuple(class_names),
-        model_fingerprint=fingerprint or model_fingerprint(smoother.model),
+        identity=collected.identity,
         holdout_size=0 if collected.holdout is None else len(collected.holdout),
         inputs=collected.inputs,
         provenance=_provenance(),
     )
+
+
+def _help(rule: Method, statistic: Tensor) -> str:
+    """How many draws would give other sets than the full one, where the rule's bounds tell: a mean stays what it is."""
+    if rule.compares_only:
+        return "more draws, "
+    for draws in (2**k for k in range(1, 21)):
+        more = replace(rule, setting=replace(rule.setting, draws=draws, calibration_draws=draws))
+        if draws > rule.test_draws and not more.always_full(more.threshold(statistic)):
+            return f"it takes about draws={draws} to do better, or "
+    return "more draws alone will not help: "
 
 
 def _provenance() -> dict[str, str]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from keepcover.engine.arrivals import Gathered
+from keepcover.engine.fingerprint import Identity
 from keepcover.engine.inputs import Batch, InputRange, batches, length, watched
 from keepcover.engine.progress import Bar
 from keepcover.engine.smoother import Smoother
@@ -83,7 +84,7 @@ class Predictor:
         holdout: Tensor | None,
         classes: int,
         class_names: tuple[str, ...] | None = None,
-        model_fingerprint: str | None = None,
+        identity: Identity | None = None,
         holdout_size: int = 0,
         inputs: InputRange | None = None,
         provenance: dict[str, Any] | None = None,
@@ -91,9 +92,14 @@ class Predictor:
         self.smoother, self.score, self.levels = smoother, score, levels
         self.calibration, self.holdout = calibration, holdout
         self.classes, self.class_names = classes, class_names
-        self.model_fingerprint, self.holdout_size = model_fingerprint, holdout_size
+        self.identity, self.holdout_size = identity, holdout_size
         self.inputs, self.provenance = inputs, provenance or {}
         self._ptt: dict[tuple[float, str], PTT] = {}
+
+    @property
+    def model_fingerprint(self) -> str | None:
+        """What identifies the model in files; None for a callable without a fingerprint."""
+        return None if self.identity is None else self.identity.fingerprint
 
     @property
     def image_shape(self) -> tuple[int, ...] | None:
@@ -258,11 +264,14 @@ class Predictor:
             masks[level] = rule.decide(cache[key].first(rule.test_draws), calibrated.threshold, v)
         return masks
 
-    def save(self, path: str | Path) -> None:
-        """Write one safetensors file with everything but the model; see :func:`keepcover.load`."""
+    def save(self, path: str | Path, *, fingerprint: str | None = None) -> None:
+        """Write one safetensors file with everything but the model; see :func:`keepcover.load`.
+
+        ``fingerprint`` names a callable that has none of its own, where calibration did not; loading takes the same string.
+        """
         from keepcover.prediction.artifact import save
 
-        save(self, path)
+        save(self, path, fingerprint)
 
     def __repr__(self) -> str:
         lines = [f"Predictor over {self.classes} classes, score {self.score.name}, {self.draws} draws per query"]

@@ -182,13 +182,17 @@ class Score(ABC):
         name: what reports and saved predictors call it.
         bounded: whether values always lie in [0, 1]; RSCP and RSCP+ assume it, the count rules do not.
         randomized: whether it uses ``u``, one uniform number per image; other scores are handed zeros.
-        sound: in [0, 1] and never NaN by construction, for any finite logits, so that nobody has to look at the values.
+        sound: exactly a score of ``SCORES``: in [0, 1] and never NaN by construction, so that values need no check. A
+            subclass of one is code of your own like any other score.
     """
 
     name: str
     bounded: bool = True
-    sound: bool = False
     randomized: bool = False
+
+    @property
+    def sound(self) -> bool:
+        return SCORES.get(self.name) is type(self)
 
     @abstractmethod
     def __call__(self, logits: Tensor, u: Tensor | float) -> Tensor:
@@ -204,7 +208,7 @@ class Score(ABC):
 
     def config(self) -> dict[str, Any]:
         """What a saved predictor needs to build the same score again; scores of your own are code and not saved."""
-        return {"name": self.name, "custom": True}
+        return {"name": self.name, **(vars(self) if self.sound else {"custom": True})}
 
 
 @dataclass(frozen=True)
@@ -212,21 +216,17 @@ class HPS(Score):
     """:func:`hps`, ordered by :func:`log_odds`."""
 
     name = "hps"
-    sound = True
-
-    def config(self) -> dict[str, Any]:
-        return {"name": self.name}
 
     def __call__(self, logits: Tensor, u: Tensor | float = 0.0) -> Tensor:
         return hps(logits)
 
     def order(self, logits: Tensor, u: Tensor | float = 0.0) -> Tensor:
+        if type(self).__call__ is not HPS.__call__:  # a subclass scores otherwise
+            return super().order(logits, u)
         return log_odds(logits)
 
     def order_of(self, logits: Tensor, labels: Tensor, u: Tensor | float = 0.0) -> Tensor:
-        if type(self).order is not HPS.order:  # a subclass orders otherwise
-            return super().order_of(logits, labels, u)
-        return log_odds_of(logits, labels)
+        return log_odds_of(logits, labels) if self.sound else super().order_of(logits, labels, u)
 
 
 @dataclass(frozen=True)
@@ -234,11 +234,7 @@ class APS(Score):
     """:func:`aps`."""
 
     name = "aps"
-    sound = True
     randomized = True
-
-    def config(self) -> dict[str, Any]:
-        return {"name": self.name}
 
     def __call__(self, logits: Tensor, u: Tensor | float) -> Tensor:
         return aps(logits, u)
@@ -252,7 +248,6 @@ class RAPS(Score):
     k_reg: int = 1
 
     name = "raps"
-    sound = True
     randomized = True
 
     def __post_init__(self) -> None:
@@ -261,9 +256,6 @@ class RAPS(Score):
 
     def __call__(self, logits: Tensor, u: Tensor | float) -> Tensor:
         return raps(logits, u, self.penalty, self.k_reg)
-
-    def config(self) -> dict[str, Any]:
-        return {"name": self.name, "penalty": self.penalty, "k_reg": self.k_reg}
 
 
 class CustomScore(Score):
@@ -296,11 +288,8 @@ class CustomScore(Score):
             raise InputError(f"score {self.name!r} must return {tuple(logits.shape)}, got {tuple(scores.shape)}")
         return scores
 
-    def config(self) -> dict[str, Any]:
-        return {"name": self.name, "custom": True}
 
-
-SCORES: dict[str, Callable[..., Score]] = {"hps": HPS, "aps": APS, "raps": RAPS}
+SCORES: dict[str, type[Score]] = {"hps": HPS, "aps": APS, "raps": RAPS}
 
 
 def get_score(score: str | Score | Callable[..., Tensor]) -> Score:

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from keepcover.bounds.bounds import clopper_pearson
+from keepcover.engine.inputs import as_labels
 from keepcover.errors import InputError
 
 
@@ -55,7 +56,8 @@ class Evaluation:
     Attributes:
         coverage: share of sets that contain the true label, with a 95 % Clopper-Pearson interval.
         size: mean number of labels per set; ``size_std`` is the spread between images.
-        singletons, empty, full: shares of sets with one label, none, all.
+        singletons, empty, full: shares of sets with one label, none, all. An empty set says that no label fits well enough;
+            it counts as missed, and mean sizes below 1 come from such sets.
         histogram: number of sets of each size 0..K.
         by_class: coverage per true class; ``by_size``: coverage per set size. Neither is promised.
         size_by_class: mean number of labels per true class.
@@ -82,17 +84,21 @@ class Evaluation:
         return asdict(self)
 
     def __str__(self) -> str:
-        return f"coverage {self.coverage}   size {self.size:.2f}   singletons {self.singletons:.1%}   {self.coverage.count} images"
+        empty = f"   empty {self.empty:.1%}" if self.empty else ""
+        return (
+            f"coverage {self.coverage}   size {self.size:.2f}   singletons {self.singletons:.1%}{empty}   "
+            f"{self.coverage.count} images"
+        )
 
 
-def check_labels(labels: Tensor, n: int, classes: int) -> Int[Tensor, " n"]:
+def check_labels(labels: Tensor, n: int, classes: int, least: int = 0) -> Int[Tensor, " n"]:
     """Labels as int64, or an error that says which of them are wrong."""
-    labels = torch.as_tensor(labels)
+    labels = as_labels(labels)
     if labels.ndim != 1 or len(labels) != n:
         raise InputError(f"expected {n} labels in one dimension, got shape {tuple(labels.shape)}")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise InputError(f"expected integer class labels, got dtype {labels.dtype}")
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+    if len(labels) and not least <= int(labels.min()) <= int(labels.max()) < classes:
         raise InputError(
             f"expected labels between 0 and {classes - 1} (the model has {classes} outputs), got "
             f"{int(labels.min())} to {int(labels.max())}"
@@ -106,7 +112,7 @@ def evaluate(mask: Bool[Tensor, "n k"], labels: Int[Tensor, " n"]) -> Evaluation
     Example:
         >>> mask = torch.tensor([[True, False], [True, True], [False, True], [False, False]])
         >>> print(evaluate(mask, torch.tensor([0, 1, 0, 1])))
-        coverage 0.500 [0.068, 0.932]   size 1.00   singletons 50.0%   4 images
+        coverage 0.500 [0.068, 0.932]   size 1.00   singletons 50.0%   empty 25.0%   4 images
     """
     if mask.ndim != 2 or len(mask) == 0:
         raise InputError(f"expected a non-empty mask [images, classes], got shape {tuple(mask.shape)}")

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from keepcover.errors import InputError
@@ -13,6 +14,23 @@ from keepcover.tasks.sets import PredictionSets
 
 FORMATS = ("jsonl", "csv")
 SEPARATOR = ";"
+
+
+def format_of(path: Path | None) -> str:
+    """The format that the ending of a file's name asks for; JSON lines where there is no file.
+
+    Example:
+        >>> format_of(Path("sets.csv"))
+        'csv'
+    """
+    if path is None:
+        return "jsonl"
+    form = path.suffix.lower().removeprefix(".")
+    if form not in FORMATS:
+        raise InputError(
+            f"expected a file that ends in .jsonl or .csv, got {path}; choose one, or say --format jsonl or csv"
+        )
+    return form
 
 
 def set_rows(sets: PredictionSets, index: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from keepcover.engine.inputs import as_labels
 from keepcover.guarantee import Guarantee
 from keepcover.tasks.metrics import Evaluation, evaluate
 
@@ -41,9 +43,9 @@ class PredictionSets:
         rows = [row.nonzero()[:, 0].tolist() for row in self.mask.cpu()]
         return rows if names is None else [[str(names[k]) for k in row] for row in rows]
 
-    def evaluate(self, labels: Tensor) -> Evaluation:
-        """Coverage, size and breakdowns against the true labels."""
-        return evaluate(self.mask, labels)
+    def evaluate(self, labels: Any) -> Evaluation:
+        """Coverage, size and breakdowns against the true labels, a tensor, an array or a list of integers."""
+        return evaluate(self.mask, as_labels(labels))
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -61,10 +63,10 @@ class PredictionSets:
     def __repr__(self) -> str:
         n, classes = self.mask.shape
         mean = float(self.size.double().mean()) if n else 0.0
-        full = int(self.trivial.sum())
+        full, none = int(self.trivial.sum()), int((self.size == 0).sum())
         lines = [
             f"{n} prediction sets over {classes} classes, mean size {mean:.2f}, "
-            f"{full} of them the full label set; {100 * (1 - self.guarantee.alpha):g} % "
+            f"{full} of them the full label set{f', {none} empty' if none else ''}; {100 * (1 - self.guarantee.alpha):g} % "
             + (f"certified within L2 {self.guarantee.epsilon:g}" if self.guarantee.certified else "on clean data only")
         ]
         lines += [f"  {i}: {{{', '.join(map(str, row))}}}" for i, row in enumerate(self[:8])]
