@@ -39,7 +39,7 @@ def mapie_sets(calibration: np.ndarray, labels: np.ndarray, test: np.ndarray) ->
         from mapie.classification import SplitConformalClassifier
         from sklearn.base import BaseEstimator, ClassifierMixin
     except ImportError:
-        raise SkippedError("needs MAPIE: pip install 'keepcover[bench]'") from None
+        raise SkippedError("needs MAPIE: pip install '.[bench]'") from None
 
     class StandIn(ClassifierMixin, BaseEstimator):
         """Its input already holds the probabilities."""

@@ -12,7 +12,7 @@ from benchmarks.timing import Options, Row, SkippedError, beside
 
 
 def measure(options: Options) -> dict[str, Any]:
-    needs = {"ray": "Ray: pip install 'keepcover[ray]'", "keepcover.store.cluster": "keepcover with its cluster engine"}
+    needs = {"ray": "Ray: pip install '.[ray]'", "keepcover.store.cluster": "keepcover with its cluster engine"}
     for module, what in needs.items():
         if importlib.util.find_spec(module) is None:
             raise SkippedError(f"needs {what}")

@@ -9,11 +9,12 @@ from sklearn.preprocessing import StandardScaler
 import keepcover
 from keepcover.adapters.sklearn import RobustSetClassifier
 
-# Features on one scale first: epsilon is one L2 length over all of them, here in standard deviations.
+# Features on one scale first: epsilon is one L2 length over all of them, here in standard deviations. The scale comes
+# from rows of its own, since rows that calibrate must be as new to everything fitted as a query is.
 X, y = load_wine(return_X_y=True)
 train, test, y_train, y_test = train_test_split(X, y, test_size=0.3, random_state=0)
-scaler = StandardScaler().fit(train)
-train, test = scaler.transform(train), scaler.transform(test)
+scaler = StandardScaler().fit(train[:20])
+train, test, y_train = scaler.transform(train[20:]), scaler.transform(test), y_train[20:]
 
 sets = RobustSetClassifier(
     RandomForestClassifier(100), alpha=0.2, epsilon=0.25, sigma=0.5, draws=16, copies=20, random_state=0

@@ -6,6 +6,7 @@ import ast
 import importlib
 import re
 import shlex
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +118,19 @@ def missing_targets(text: str, makefile: str) -> list[str]:
         if fence.language in SHELLS:
             named |= set(re.findall(r"^\s*make ([a-z][a-z-]*)", fence.code, re.MULTILINE))
     return sorted(named - set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE)))
+
+
+def missing_files(text: str, root: Path) -> list[str]:
+    """Files under ``out/`` that commands and images read, and that the page's own Python has not made there."""
+    code = [fence.code for fence in fences(text) if fence.language in SHELLS or fence.language == "dockerfile"]
+    read = {name for one in code for name in re.findall(r"(?<!--out )(?<!-f )(?<!--file )\bout/[\w./-]+", one)}
+    return sorted(name for name in read if not (root / name).is_file())
+
+
+def unknown_extras(text: str, pyproject: str) -> list[str]:
+    """Extras that a page tells readers to install and the project does not have."""
+    named = {extra for group in re.findall(r"\.\[([a-z,-]+)\]'", text) for extra in group.split(",")}
+    return sorted(named - set(tomllib.loads(pyproject)["project"]["optional-dependencies"]))
 
 
 # -- links -------------------------------------------------------------------------------------------------------------

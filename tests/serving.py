@@ -54,6 +54,10 @@ def other() -> nn.Module:
     return Quadrants(61.0).eval()
 
 
+def broken() -> nn.Module:
+    raise RuntimeError("no such GPU")
+
+
 class Trap(Quadrants):
     """Never comes back from a white image."""
 

@@ -26,7 +26,7 @@ from keepcover.attacks.attacks import (
     transfer,
 )
 from keepcover.errors import InputError, KeepcoverWarning
-from keepcover.noise.stream import ROLES, Stream
+from keepcover.noise.stream import ROLES, Stream, lattice
 from keepcover.prediction.calibration import calibrate
 from keepcover.prediction.predictor import Predictor
 from keepcover.scores.scores import hps, log_odds
@@ -104,7 +104,9 @@ def test_every_step_is_the_gradient_step_of_the_definition() -> None:
     best, peak, delta = x.clone(), torch.full((5,), -torch.inf), torch.zeros_like(x)
     for step in range(4):
         here = (x + delta).requires_grad_()
-        own = model(here[:, None] + noise).softmax(dim=-1)[torch.arange(5), :, y].mean(dim=1)
+        noisy = here[:, None] + noise
+        rounded = (noisy / lattice(0.2) + 0.5).floor() * lattice(0.2)
+        own = model(noisy + (rounded - noisy).detach()).softmax(dim=-1)[torch.arange(5), :, y].mean(dim=1)
         loss = -own.log()
         better = loss > peak
         best, peak = torch.where(better[:, None], here.detach(), best), torch.where(better, loss.detach(), peak)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from keepcover.attacks.attacks import NoisyModel, mean_softmax, pgd, transfer
 from keepcover.attacks.audit import VIOLATION, Audit, audit, judge
 from keepcover.cli.side_by_side import summary_rows
 from keepcover.errors import InputError
+from keepcover.methods import Exact
 from keepcover.noise.stream import Stream
 from keepcover.prediction.calibration import calibrate
 from keepcover.prediction.predictor import Predictor
@@ -225,6 +227,51 @@ def test_a_predictor_that_breaks_its_promise_is_found(threshold: float, model: n
         assert {row.coverage["mean"] for row in found.rows} == {0.0}
         assert found.broken == found.rows
     assert found.to_dict()["violated"] == len(found.broken)
+
+
+class AtAlpha(Exact):
+    """Reads its threshold off at alpha, as if nobody attacked; its own level cannot tell."""
+
+    @property
+    def level(self) -> float:
+        return self.setting.alpha
+
+
+@pytest.mark.parametrize("change", ["level", "kappa", "g", "g and threshold", "threshold", "sigma"])
+def test_a_rule_that_was_changed_is_found_without_a_single_miss(change: str, model: nn.Module) -> None:
+    """What the calibration points contradict is violated wherever something is promised, whatever coverage was seen."""
+    method = "exact_asymmetric" if change.startswith("g") else "exact"
+    honestly = calibrate(model, CAL, method=method, epsilon=EPSILON, sigma=SIGMA, draws=16, holdout=HELD, seed=1)
+    mutant, level = copy.copy(honestly), (0.1, EPSILON)
+    honest = honestly.levels[level]
+    rule, threshold = honest.rule, honest.threshold
+    true = mutant.calibration_draws(level).first(rule.calibration_draws)
+    if change == "level":
+        rule = AtAlpha(rule.setting, **rule.parameters())
+        threshold = rule.threshold(rule.calibration_statistic(true))
+    elif change == "sigma":  # calibrated for more noise than is drawn
+        rule = replace(rule, setting=replace(rule.setting, sigma=2 * SIGMA))
+        threshold = rule.threshold(rule.calibration_statistic(true))
+    elif change == "threshold":
+        threshold -= 0.1
+    elif change.startswith("g"):
+        rule = replace(rule, g=tuple(0.7 * value for value in rule.parameters()["g"]))
+        threshold = rule.threshold(rule.calibration_statistic(true)) if "threshold" in change else threshold
+    else:
+        rule = replace(rule, kappa=rule.parameters()["kappa"] - 1)
+    mutant.levels = {level: replace(honest, rule=rule, threshold=threshold)}
+    for radius in (0.0, EPSILON):
+        assert judge(honestly, evaluation(150, 150), radius, level)[1:] == (1.0, "consistent")
+        assert judge(mutant, evaluation(150, 150), radius, level)[1:] == (0.0, "violated")
+    assert judge(mutant, evaluation(150, 150), 2 * EPSILON, level)[2] == "no promise"
+
+
+def test_a_p_value_that_is_no_number_is_an_error(
+    predictors: dict[str, Predictor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Exact, "p_value", lambda *_: math.nan)
+    with pytest.raises(RuntimeError, match="the law of exact gave the p-value nan"):
+        judge(predictors["exact"], evaluation(100, 150), EPSILON, (0.1, EPSILON))
 
 
 # -- attacks of one's own ----------------------------------------------------------------------------------------------

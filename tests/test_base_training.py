@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from keepcover.data import Labelled, digits
 from keepcover.errors import InputError
 from keepcover.models import SmallCNN, load_weights
+from keepcover.models.checkpoints import weights_bytes
 from keepcover.training.base import Recipe, Trainer, augment, noisy_accuracy, train_base
 from keepcover.training.resume import Checkpoint
 
@@ -82,6 +83,42 @@ def test_another_recipe_or_a_damaged_checkpoint_is_refused(parts: tuple[Labelled
     assert train(parts, out, resume=False)["dataset"] == "digits"
     with pytest.raises(InputError, match=r"ends in \.safetensors"):
         train(parts, tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("place", range(0, 1000, 37))
+def test_one_flipped_bit_of_a_checkpoint_is_refused(
+    place: int, parts: tuple[Labelled, Labelled], tmp_path: Path
+) -> None:
+    """From the first byte to the last; the exponent of a float among them would else go on training from nonsense."""
+    out, checkpoint = tmp_path / "model.safetensors", tmp_path / "model.checkpoint.safetensors"
+    belongs = {"any": "recipe"}
+    state = {"weight": torch.linspace(-1, 1, 200), "step": torch.tensor(3)}
+    Checkpoint(state, 1, 1.0).save(checkpoint, belongs)
+    assert torch.equal(Checkpoint.load(checkpoint, belongs, state).state["weight"], state["weight"])  # type: ignore[union-attr]
+    content = bytearray(checkpoint.read_bytes())
+    content[place * len(content) // 1000] ^= 0x40
+    checkpoint.write_bytes(bytes(content))
+    with pytest.raises(InputError, match=r"not a readable checkpoint .*delete it to start over") as caught:
+        Checkpoint.load(checkpoint, belongs, state)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(InputError, match="not a readable checkpoint"):
+        train(parts, out)
+
+
+def test_one_flipped_bit_of_trained_weights_is_refused(tmp_path: Path) -> None:
+    """The files that training writes carry a checksum; files of other origin, which have none, still load."""
+    path = tmp_path / "model.safetensors"
+    content = weights_bytes(SmallCNN(), {"sigma": 0.25})
+    for place in (-1, -2, len(content) // 2, len(content) // 3):
+        altered = bytearray(content)
+        altered[place] ^= 0x40
+        path.write_bytes(bytes(altered))
+        with pytest.raises(InputError, match=r"not a readable checkpoint \(it does not match its checksum\)"):
+            load_weights(SmallCNN(), path)
+    path.write_bytes(content)
+    load_weights(SmallCNN(), path)
+    save_file(load_file(path), path)
+    load_weights(SmallCNN(), path)
 
 
 def test_augmented_images_are_crops_and_mirrors() -> None:

@@ -477,7 +477,7 @@ def test_figures_render_alike_every_time_with_labelled_axes(draw: Any) -> None:
 @pytest.mark.parametrize("draw", FIGURES)
 def test_figures_name_the_extra_they_need(draw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(InputError, match=r"pip install 'keepcover\[report\]'"):
+    with pytest.raises(InputError, match=r"pip install '.\[report\]'"):
         draw()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from keepcover.data import Labelled, digits
-from keepcover.engine.smoother import fingerprint
+from keepcover.engine.fingerprint import fingerprint
 from keepcover.errors import InputError
 from keepcover.methods.exact import Exact
 from keepcover.models import SmallCNN, backbone, find_weights, last_linear, load_head, load_weights
@@ -122,9 +122,12 @@ def test_a_head_comes_back_and_only_over_its_own_backbone(model: SmallCNN, tmp_p
         load_head(SmallCNN(classes=7), path)
     with pytest.raises(InputError, match="no head at"):
         load_head(other, tmp_path / "none.safetensors")
-    path.write_bytes(b"nonsense")
-    with pytest.raises(InputError, match="not a readable head"):
-        load_head(other, path)
+    altered = bytearray(path.read_bytes())
+    altered[-1] ^= 0x40  # the exponent of the last weight
+    for damaged, why in ((bytes(altered), "does not match its checksum"), (b"nonsense", "not a safetensors file")):
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match=f"not a readable head .*{why}"):
+            load_head(other, path)
 
 
 # -- the bank ----------------------------------------------------------------------------------------------------------

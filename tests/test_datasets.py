@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from keepcover.data import Labelled, archive, cifar, digits, idx, known, paper_splits
+from keepcover.data.download import complete_forms, inventory
 from keepcover.errors import InputError
 from keepcover.models import CifarResNet, SmallCNN
 from keepcover.specs import MODELS, load_data, load_model
@@ -441,16 +442,40 @@ def test_idx_files_are_read_byte_for_byte(part: str, zipped: bool, where: str, t
 
 def test_idx_files_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two datasets name their files alike; their sums tell which one it is."""
-    write_idx(tmp_path, "mnist")
-    with pytest.raises(InputError, match="the official file has 9fb629c4189551a2d022fa330f9573f3: it is damaged"):
-        idx("mnist", tmp_path)
-    assert idx("mnist", tmp_path, verify=False).class_names[7] == "seven"
+    for zipped in (True, False):
+        write_idx(tmp_path / str(zipped), "mnist", zipped)
+        with pytest.raises(InputError, match="the official file has 2646ac647ad5339dbf082846283269ea: it is damaged"):
+            idx("mnist", tmp_path / str(zipped))
+        assert idx("mnist", tmp_path / str(zipped), verify=False).class_names[7] == "seven"
+    adopt(monkeypatch, tmp_path / "False")
+    for zipped in (True, False):
+        assert len(idx("mnist", tmp_path / str(zipped))) == 5
+        with pytest.raises(InputError, match=r"it is t10k-images-idx3-ubyte\.gz of mnist"):
+            idx("fashion-mnist", tmp_path / str(zipped))
+
+
+def adopt(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Make the unpacked files there the official ones."""
     source = known.SOURCES["mnist"]["binary"]
-    ours = tuple(replace(file, md5=known.md5_of(tmp_path / file.name)) for file in source.files)
+    ours = tuple(replace(file, content=known.md5_of(folder / file.names[1])) for file in source.files)
     monkeypatch.setitem(known.SOURCES["mnist"], "binary", replace(source, files=ours))
+
+
+def test_how_a_file_is_compressed_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian's Fashion-MNIST: the same content under another header, and at another level."""
+    write_idx(tmp_path / "plain", "mnist", zipped=False)
+    adopt(monkeypatch, tmp_path / "plain")
+    write_idx(tmp_path, "mnist")
+    for level, path in enumerate(tmp_path.glob("*.gz")):
+        path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()), level, mtime=1_591_347_949))
     assert len(idx("mnist", tmp_path)) == 5
-    with pytest.raises(InputError, match=r"it is t10k-images-idx3-ubyte\.gz of mnist"):
-        idx("fashion-mnist", tmp_path)
+    for folder in (tmp_path, tmp_path / "plain"):
+        found = inventory("mnist", folder)
+        assert [one.state for one in found] == ["verified"] * 4
+        assert complete_forms("mnist", found) == ["binary"]
+    (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(bytes(2**26 + 1)))
+    (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(b"garbage")
+    assert [one.state for one in inventory("mnist", tmp_path)] == ["verified", "verified", "damaged", "damaged"]
 
 
 @pytest.mark.parametrize(
@@ -472,7 +497,7 @@ def test_bad_idx_files_are_refused(file: str, content: bytes, match: str, tmp_pa
     write_idx(tmp_path, "mnist", zipped=False)
     (tmp_path / f"t10k-{file}-idx{3 if file == 'images' else 1}-ubyte").write_bytes(content)
     with pytest.raises(InputError, match=match):
-        idx("mnist", tmp_path)
+        idx("mnist", tmp_path, verify=False)
 
 
 def test_damaged_gzip_and_missing_idx_files_are_refused(tmp_path: Path) -> None:
@@ -682,13 +707,14 @@ def test_pickled_arrays_are_never_read(tmp_path: Path) -> None:
         read_arrays(tmp_path / "text.npz", "logits")
 
 
-def test_data_by_name(tmp_path: Path) -> None:
+def test_data_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(load_data("digits").images, digits().images)
     rows = write(tmp_path, "cifar10", "test")
     assert load_data("cifar10", tmp_path).labels.tolist() == rows[:, 0].tolist()
     with pytest.raises(InputError, match="cifar10 needs the folder of its official files: --data-dir DIR"):
         load_data("cifar10")
     write_idx(tmp_path, "mnist", zipped=False)
+    adopt(monkeypatch, tmp_path)
     assert load_data("mnist", tmp_path).images.shape == (5, 1, 28, 28)
     with pytest.raises(InputError, match="fashion-mnist needs the folder of its official files"):
         load_data("fashion-mnist")
@@ -718,7 +744,7 @@ def test_models_by_name(tmp_path: Path) -> None:
     [
         ("resnet", None, r"a model among small-cnn, .* or package.module:function, got 'resnet'"),
         ("os.path", None, "package.module:function"),
-        ("no.such.module:make", None, r"cannot find 'no.such.module:make'.*is it on PYTHONPATH\?"),
+        ("no.such.module:make", None, r"cannot find 'no.such.module:make'.*is it in this folder or on PYTHONPATH\?"),
         ("torch.nn:NoSuchThing", None, "cannot find"),
         ("torch:get_num_threads", None, "must return a model, a callable images -> logits; it returned int"),
         ("torch.nn:Identity", "w.safetensors", "weights are for built-in models"),

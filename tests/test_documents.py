@@ -55,6 +55,7 @@ def test_every_python_block_of_a_page_runs(page: str) -> None:
     done = run("-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() or "print(" not in code
+    assert documents.missing_files(text_of(page), ROOT) == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "```pycon" in text_of(page)])
@@ -210,6 +211,35 @@ def test_a_wrong_command_is_found(command: str, problem: str | None) -> None:
 def test_wrong_options_in_running_text_are_found() -> None:
     assert documents.command_problems("`keepcover plan --epsilon E --sigma S` and `keepcover plan`") == []
     assert len(documents.command_problems("`keepcover plan --epsilon E --sigm S`")) == 1
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_extra_named_exists_and_nothing_is_taken_from_elsewhere(page: str) -> None:
+    """Nothing of ours is on PyPI: what is installed is the checkout."""
+    assert documents.unknown_extras(text_of(page), text_of("pyproject.toml")) == []
+    assert not re.search(r"pip install [^`&\n]*\bkeepcover\b", text_of(page))
+
+
+@pytest.mark.parametrize(
+    ("page", "extra"),
+    [
+        ("README.md", "demo"),
+        ("docs/quickstart.md", "demo"),
+        ("docs/onnx.md", "onnx-export"),
+        ("docs/onnx.md", "demo"),
+        ("docs/deploying.md", "serve,demo"),
+    ],
+)
+def test_pages_name_what_their_code_needs(page: str, extra: str) -> None:
+    assert f".[{extra}]'" in text_of(page)
+
+
+def test_missing_files_and_extras_are_found(tmp_path: Path) -> None:
+    text = "```sh\nx out/a.png @out/b.png --out out/c.png\n```\n\n```python\n'out/d.png'\n```\n\n`pip install '.[a,b]'`"
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "a.png").touch()
+    assert documents.missing_files(text, tmp_path) == ["out/b.png"]
+    assert documents.unknown_extras(text, "[project.optional-dependencies]\na = []\n") == ["b"]
 
 
 def test_a_missing_target_is_found() -> None:

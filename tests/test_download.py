@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -325,7 +326,8 @@ def mnist(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Se
     for file in source.files:
         content = (tmp_path / "origin" / file.name).read_bytes()
         server.files[file.name] = content
-        files.append(File(file.name, hashlib.md5(content).hexdigest(), len(content)))
+        inside = hashlib.md5(gzip.decompress(content)).hexdigest()
+        files.append(File(file.name, hashlib.md5(content).hexdigest(), len(content), inside))
     monkeypatch.setitem(known.SOURCES["mnist"], "binary", replace(source, address=server.address, files=tuple(files)))
     return server
 

@@ -25,7 +25,7 @@ from .test_smoothing import toy
 from .test_store import content
 
 pytestmark = pytest.mark.ray
-pytest.importorskip("ray", reason="needs pip install 'keepcover[ray]'")
+pytest.importorskip("ray", reason="needs pip install '.[ray]'")
 
 IMAGES, CHUNKS, PASSES = 60, 18, 3  # forward passes of a chunk: 10 images, 4 draws, 16 noisy images in each
 

@@ -422,7 +422,7 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "ray", None)
     run = smoother()
     store = LogitStore.open(tmp_path, StoreKey.of(run, DATA, 0), **GRID)
-    with pytest.raises(InputError, match=r"the cluster engine needs Ray: pip install 'keepcover\[ray\]'"):
+    with pytest.raises(InputError, match=r"the cluster engine needs Ray: pip install '.\[ray\]'"):
         engine.fill(store, run, DATA, 8)
     store.fill(run, DATA, 8)
     done = engine.fill(store, run, DATA, 8)  # a finished store needs no cluster
@@ -527,7 +527,7 @@ def test_a_machine_without_room_is_refused_and_a_cluster_waited_for(
         ),
         ({"engine": "ray", "gpus_per_worker": 0, "device": "cuda"}, "every worker needs a part of a GPU"),
         ({"engine": "ray", "device": "cuda:1"}, "expected --device cpu or cuda with --engine ray"),
-        ({"engine": "ray"}, "pip install 'keepcover[ray]'"),
+        ({"engine": "ray"}, "pip install '.[ray]'"),
         ({"engine": "spark"}, "spark"),
     ],
 )

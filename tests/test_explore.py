@@ -33,6 +33,7 @@ from keepcover.explore import app as explore_app
 from keepcover.explore.answers import Explorer
 from keepcover.explore.app import STATIC, create_app
 from keepcover.explore.attacking import attack_one
+from keepcover.explore.curves import Job, compute
 from keepcover.explore.images import amplified, png, read_upload
 from keepcover.explore.lineup import Lineup, radii, sentence
 from keepcover.explore.look import bars, nested, own_sets
@@ -122,6 +123,7 @@ def test_looking_again_shows_the_same_and_other_images_have_other_noise(explorer
         ("exact", 4, {"randomize": True}),
         ("rcp1", 1, {}),
         ("bincp", 64, {}),
+        ("bincp_threshold", 64, {}),
         ("cas", 64, {}),
         ("exact", 4, {"score": "aps"}),
         ("cp", 1, {"score": "aps"}),
@@ -276,7 +278,7 @@ def test_nothing_is_found_where_nothing_is_lost(explorer: Explorer) -> None:
 
 def finished(client: TestClient, alpha: float, draws: int) -> dict[str, Any]:
     for _ in range(600):
-        answer = client.get("/api/curves", params={"alpha": alpha, "draws": draws}).json()
+        answer = client.post("/api/curves", json={"alpha": alpha, "draws": draws}).json()
         if answer["state"] != "running":
             return answer
         assert 0 <= answer["done"] <= answer["total"]
@@ -306,6 +308,26 @@ def test_curves_are_what_the_library_measures(client: TestClient, explorer: Expl
         a["mean"] <= b["mean"]
         for a, b in zip(answer["methods"]["exact"]["size"], answer["methods"]["exact"]["size"][1:])
     )
+
+
+def test_curves_come_piece_by_piece(explorer: Explorer) -> None:
+    """Methods one by one, then the attacked radii; what was given is never taken back."""
+    curves = Explorer(explorer.lineup).curves
+    seen: list[dict[str, Any]] = []
+    job = Job(0.1, 4)
+    step = job.step
+
+    def watched(count: int = 1) -> None:
+        if job.so_far and (not seen or seen[-1] is not job.so_far):
+            seen.append(job.so_far)
+        step(count)
+
+    job.step = watched  # type: ignore[method-assign]
+    compute(explorer.lineup, job, 20, curves.radii, lambda _, radius, __: explorer.subject.gallery.images[:20])
+    seen.append(job.so_far)
+    assert [list(one["methods"]) for one in seen[:3]] == [list(METHODS[:n]) for n in (1, 2, 3)]
+    assert [len(one["methods"]["exact"]["attacked"]) for one in seen[2:]] == list(range(len(curves.radii) + 1))
+    assert seen[2]["methods"]["exact"]["size"] == seen[-1]["methods"]["exact"]["size"]
 
 
 def test_asking_for_other_curves_stops_the_first(explorer: Explorer) -> None:
@@ -362,8 +384,11 @@ def test_a_fitting_upload_is_taken_as_it_is(client: TestClient, explorer: Explor
     assert np.array_equal(
         np.asarray(Image.open(io.BytesIO(shown.content))), (pixels[0, 0] * 255).round().byte().numpy()
     )
-    sets = client.get("/api/sets", params={"image": answer["image"], "alpha": 0.1, "draws": 4}).json()
+    sets = client.post("/api/sets", json={"image": answer["image"], "alpha": 0.1, "draws": 4}).json()
     assert sets["label"] is None
+    assert sets["no_promise"].startswith("No promise for this image")
+    of_the_gallery = client.get("/api/sets", params={"image": "g7", "alpha": 0.1, "draws": 4}).json()
+    assert of_the_gallery["no_promise"] is None
     attack = {**LEVELS, "image": answer["image"]}
     guessed = client.post("/api/attack", json=attack).json()
     assert guessed["label"] == sets["prediction"]
@@ -504,7 +529,7 @@ def test_the_description_is_whole(client: TestClient) -> None:
 
 def test_wrong_questions_are_refused(client: TestClient) -> None:
     def sets(**parameters: Any) -> Any:
-        return client.get("/api/sets", params={"image": "g0", "alpha": 0.1, "draws": 4} | parameters)
+        return client.post("/api/sets", json={"image": "g0", "alpha": 0.1, "draws": 4} | parameters)
 
     refused(sets(alpha=0.15), 422, "among 0.1, 0.2")
     refused(sets(draws=5), 422, "among 4, 64")
@@ -526,7 +551,7 @@ def test_wrong_questions_are_refused(client: TestClient) -> None:
     refused(client.post("/api/attack", json=[1]), 422)
     js = {"content-type": "application/json"}
     refused(client.post("/api/attack", content=b"{", headers=js), 400)
-    refused(client.post("/api/attack", content=b"[" * 100_000, headers=js), 400)
+    refused(client.post("/api/attack", content=b"[" * 4000, headers=js), 400)
     refused(client.post("/api/attack", content=json.dumps(attack), headers={"content-type": "text/plain"}), 415)
 
 
@@ -535,6 +560,34 @@ def test_pages_of_other_sites_are_not_answered(client: TestClient) -> None:
     refused(client.get("/api/subject", headers={"host": "evil.example"}), 400, "other sites")
     assert client.get("/api/subject", headers={"origin": "http://127.0.0.1"}).status_code == 200
     assert client.get("/api/subject", headers={"host": "[::1]:7860"}).status_code == 200
+    for site in ("cross-site", "same-site"):
+        refused(client.get("/api/images/g0.png", headers={"sec-fetch-site": site}), 400, "other sites")
+        assert client.get("/", headers={"sec-fetch-site": site}).status_code == 200  # a link to the page
+    assert client.get("/api/subject", headers={"sec-fetch-site": "same-origin"}).status_code == 200
+
+
+def test_no_address_starts_or_stops_a_computation(client: TestClient, explorer: Explorer) -> None:
+    """A picture on another site's page is a GET without an origin."""
+    before = explorer.curves._job
+    for path in ("curves", "sets", "attack", "find", "uploads"):
+        refused(client.get(f"/api/{path}", params={"alpha": 0.1, "draws": 64, "image": "g0"}), 405)
+    assert explorer.curves._job is before
+
+
+def test_large_questions_are_not_parsed(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "{" + ",".join(f'"{k:x}":0' for k in range(500_000)) + "}"
+    for path in ("curves", "sets", "attack", "find"):
+        response = client.post(f"/api/{path}", content=names, headers={"content-type": "application/json"})
+        refused(response, 413, "exceeds 4096 bytes")
+    assert len(client.post("/api/curves", json={"x" * 4000: 1}).text) < 300
+
+
+@pytest.mark.parametrize("charset", ["punycode", "idna", "undefined"])
+def test_no_charset_of_an_upload_is_a_failure(client: TestClient, charset: str) -> None:
+    part = b'--x\r\ncontent-disposition: form-data; name="invert"\r\n\r\n%s\r\n--x--\r\n'
+    part %= b"xn--a" if charset == "idna" else b"x-999999999"
+    headers = {"content-type": f"multipart/form-data; boundary=x; charset={charset}"}
+    refused(client.post("/api/uploads", content=part, headers=headers), 400, "UTF-8")
 
 
 def test_what_goes_wrong_inside_stays_inside(
@@ -547,13 +600,13 @@ def test_what_goes_wrong_inside_stays_inside(
 
 
 def test_many_at_once_get_what_one_gets(client: TestClient) -> None:
-    alone = [client.get("/api/sets", params={"image": f"g{i}", "alpha": 0.1, "draws": 4}).json() for i in range(6)]
+    alone = [client.post("/api/sets", json={"image": f"g{i}", "alpha": 0.1, "draws": 4}).json() for i in range(6)]
     found: dict[int, Any] = {}
 
     def ask(i: int) -> None:
         if i % 3 == 0:
             client.post("/api/attack", json={**LEVELS, "image": f"g{i % 6}"})
-        found[i] = client.get("/api/sets", params={"image": f"g{i % 6}", "alpha": 0.1, "draws": 4}).json()
+        found[i] = client.post("/api/sets", json={"image": f"g{i % 6}", "alpha": 0.1, "draws": 4}).json()
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(18)]
     for thread in threads:
@@ -689,7 +742,7 @@ def test_arguments_that_do_not_go_together(
 def test_the_extra_is_named(missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     assert main(["explore"]) == 2
-    assert f"the explorer needs {missing}: pip install 'keepcover[explore]'" in capsys.readouterr().err
+    assert f"the explorer needs {missing}: pip install '.[explore]'" in capsys.readouterr().err
 
 
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ fixed. ``violated`` and the checks around it are what the mutants in ``test_muta
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -20,7 +22,8 @@ from scipy import stats
 from torch import Tensor
 
 from keepcover.bounds.bounds import hoeffding, miss_rate
-from keepcover.methods import Exact, Method, Setting, get_method
+from keepcover.methods import CAS, BinCP, BinCPSharp, Exact, Method, Setting, get_method
+from keepcover.methods.bincp import Bounded
 from keepcover.methods.holdout import Holdout
 from keepcover.scores.draws import Draws
 from keepcover.scores.transforms import PTT
@@ -114,6 +117,10 @@ COUNT_RULES: dict[str, tuple[str, Setting, dict[str, bool]]] = {
     ),
     "rcp1": ("rcp1", setting_for(120, 1), {}),
     "bincp": ("bincp", setting_for(60, 64), {}),
+    "bincp-asymmetric": ("bincp", setting_for(60, 32, calibration_draws=100), {}),
+    "bincp_sharp": ("bincp_sharp", setting_for(60, 32), {}),
+    "bincp_sharp-strong-attack": ("bincp_sharp", setting_for(60, 64, r=1.0, alpha=0.2), {}),
+    "bincp_threshold": ("bincp_threshold", setting_for(60, 64), {}),
 }
 
 
@@ -129,7 +136,7 @@ def test_count_rules_keep_their_promise(case: str, law: str) -> None:
 
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("shape", ["smooth", "step", "ptt"])
-@pytest.mark.parametrize("name", ["rscp_plus_hoeffding", "rscp_plus_bernstein", "cas"])
+@pytest.mark.parametrize("name", ["rscp_plus_hoeffding", "rscp_plus_bernstein", "cas", "cas_test_time"])
 def test_mean_rules_keep_their_promise(name: str, shape: str, law: str) -> None:
     setting = setting_for(60, 64, beta=0.02)
     increasing = rounded(law, BOUNDED.get(shape, BOUNDED["smooth"]))
@@ -181,8 +188,8 @@ def test_exact_pays_nothing_for_the_worst_mixture(counts: tuple[int, int, int, i
     assert mean - 5.3 * error <= alpha
 
 
-# -- the premises of RSCP+ ---------------------------------------------------------------------------------------------
-# Its union bound is so loose that a broken premise hardly shows in the miss rate; the premises are laws of their own.
+# -- the premises of RSCP+, BinCP and CAS ------------------------------------------------------------------------------
+# Their union bounds are so loose that a broken premise hardly shows in the miss rate; the premises are laws of their own.
 
 
 def clean_exceedances(rule: Method, repetitions: int, seed: int = 0) -> int:
@@ -221,3 +228,55 @@ def test_rscp_plus_sets_two_beta_aside(name: str) -> None:
 def test_rscp_plus_test_statistics_are_lower_confidence_bounds(name: str) -> None:
     rule = get_method(name).fit(setting_for(99, 1024, beta=0.04))
     assert not violated(overestimates(rule, 2000), 2000, 0.04)
+
+
+Rule = TypeVar("Rule", bound=Bounded)
+
+
+def with_level(method: type[Rule], level: float, draws: int = 64) -> Rule:
+    """A rule whose Monte Carlo bounds fail so often that it can be seen."""
+    return method(setting_for(7, draws), eta=level if issubclass(method, BinCPSharp) else 9 * level)
+
+
+def overestimated_shares(rule: BinCP, repetitions: int, increasing: Map = lambda u: u, seed: int = 0) -> int:
+    """How often less than p_L of a point's scores are at most its t: at most level / 2 of the time.
+
+    Scores are an increasing map of uniform numbers, so that the probability of a score at most t is t, mapped back.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    u = torch.rand(repetitions, rule.calibration_draws, generator=generator, dtype=torch.float64)
+    t = rule.calibration_statistic(Draws(increasing(u)))
+    return int((t < increasing(torch.tensor(rule.lower(rule.c), dtype=torch.float64))).sum())
+
+
+def overestimated_attacks(rule: CAS, shape: str, repetitions: int, seed: int = 0) -> int:
+    """How often the bound of a point's attacked mean exceeds the mean under the worst attack: at most ``level``."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(repetitions, rule.calibration_draws, generator=generator, dtype=torch.float64)
+    found = -rule.calibration_statistic(Draws(BOUNDED[shape](SIGMA * noise).double()))
+    attacked = stats.norm.cdf(-rule.setting.r / (np.sqrt(2) if shape == "smooth" else 1))
+    return int((found > attacked).sum())
+
+
+def underestimated_means(rule: CAS, repetitions: int, seed: int = 0) -> int:
+    """How often the upper bound of a query's mean is below the mean, for coins: at most twice ``level``."""
+    generator = torch.Generator().manual_seed(seed)
+    coins = torch.randint(2, (repetitions, 1, rule.test_draws), generator=generator).double()
+    return int((-rule.test_statistic(Draws(coins)) < 0.5).sum())
+
+
+@pytest.mark.parametrize("p", [0.2, 0.8])
+@pytest.mark.parametrize("method", [BinCP, BinCPSharp])
+def test_bincp_bounds_the_share_below_a_points_own_quantile(method: type[BinCP], p: float) -> None:
+    """t is read off the draws that p_L speaks of, and p_L still fails with probability level / 2 at most."""
+    rule = replace(with_level(method, 0.1), p=p)
+    assert rule.level == pytest.approx(0.1)
+    assert not violated(overestimated_shares(rule, 20_000), 20_000, 0.05)
+    assert not violated(overestimated_shares(rule, 20_000, lambda u: (8 * u).ceil()), 20_000, 0.05)
+
+
+@pytest.mark.parametrize("shape", ["smooth", "step"])
+def test_cas_bounds_attacked_means(shape: str) -> None:
+    rule = with_level(CAS, 0.05)
+    assert not violated(overestimated_attacks(rule, shape, 5000), 5000, 0.05)
+    assert not violated(underestimated_means(rule, 5000), 5000, 0.1)

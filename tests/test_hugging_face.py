@@ -207,7 +207,7 @@ def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(InputError, match=r"pip install 'keepcover\[hugging-face\]'"):
+    with pytest.raises(InputError, match=r"pip install '.\[hugging-face\]'"):
         from_hugging_face(tmp_path)
 
 

@@ -8,7 +8,9 @@ import random
 import struct
 import subprocess
 import sys
+import time
 import zlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -384,7 +386,40 @@ def test_links_that_go_round_in_circles(target: str, tmp_path: Path) -> None:
     if target == "../..":
         (tmp_path / "root").rename(tmp_path / "inner")  # the folder above the root comes back to it
         root = tmp_path / "inner"
-    refused(r"b/loop.* is a link to a folder above it, so the images never end|b/loop cannot be read", root)
+    refused(r"b/loop.* is a link to .*, so its images would come twice or never end|b/loop cannot be read", root)
+
+
+@pytest.mark.parametrize("depth", [22, 35])
+def test_links_cost_no_more_than_the_folders_there_are(depth: int, tmp_path: Path) -> None:
+    """Each of a chain of folders holds two links to the next: one image, 2^depth paths to it."""
+    root = tmp_path / "root"
+    make(root, {"a": 1, "b": 1})
+    chain = [tmp_path / "chain" / str(k) for k in range(depth)]
+    for here, below in pairwise(chain):
+        here.mkdir(parents=True)
+        for name in ("left", "right"):
+            (here / name).symlink_to(below)
+    chain[-1].mkdir()
+    save(chain[-1] / "one.png", noise(12, 12))
+    (root / "c").symlink_to(chain[0])
+    start = time.monotonic()
+    refused("is a link to .*, so its images would come twice", root)
+    assert time.monotonic() - start < 5
+
+
+def test_folders_may_be_deep_and_one_folder_is_one_class(tmp_path: Path) -> None:
+    make(tmp_path, {"a": 1, "b": 1})
+    chain = [tmp_path / "a"]
+    for _ in range(1500):
+        chain.append(chain[-1] / "d")
+        chain[-1].mkdir()
+    image = save(chain[-1] / "one.png", noise(12, 12))
+    assert image_folder(tmp_path, resize=None, crop=8).labels.tolist() == [0, 0, 1]
+    image.unlink()
+    for folder in reversed(chain[1:]):  # too deep for those who clean up after tests
+        folder.rmdir()
+    (tmp_path / "c").symlink_to(tmp_path / "b")
+    refused(r"/c is a link to .*/b, so its images would come twice", tmp_path)
 
 
 def test_links_that_lead_nowhere_and_links_that_help(tmp_path: Path) -> None:

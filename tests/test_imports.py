@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "keepcover"
 # A module imports only from modules before it. Packages stand for all of their files, which may import each other.
 ORDER = (
     "errors",
+    "files",
+    "devices",
     "bounds",
     "conformal",
     "draws",
@@ -39,6 +41,7 @@ ORDER = (
     "early_exit",
     "sets",
     "smoothing",
+    "fingerprint",
     "predictor",
     "plain",
     "artifact",
@@ -174,7 +177,7 @@ def test_every_public_name_is_there_and_documented() -> None:
 # -- without extras ----------------------------------------------------------------------------------------------------
 
 
-HINT = "error: the command line needs typer and rich: pip install 'keepcover[cli]'\n"
+HINT = "error: the command line needs typer and rich: pip install '.[cli]' in a checkout\n"
 
 
 def test_the_command_line_says_what_it_needs() -> None:
@@ -214,5 +217,5 @@ def test_missing_extras_are_named(
     missing: str, use: Callable[[], object], extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(InputError, match=rf"pip install 'keepcover\[{extra}\]'"):
+    with pytest.raises(InputError, match=rf"pip install '.\[{extra}\]'"):
         use()

@@ -13,11 +13,22 @@ import numpy as np
 import pytest
 import torch
 from numpy import ndarray
+from scipy import stats
 from torch import Tensor
 
-from keepcover.bounds.bounds import bernstein, gaussian_shift, hoeffding, majorant, majorant_gap
+from keepcover.bounds.bounds import bernstein, clopper_pearson, gaussian_shift, hoeffding, majorant, majorant_gap
 from keepcover.guarantee import conformal_quantile
-from keepcover.methods import METHODS, Exact, RSCPPlusBernstein, RSCPPlusHoeffding, Setting, SplitCP
+from keepcover.methods import (
+    CAS,
+    METHODS,
+    BinCP,
+    BinCPSharp,
+    Exact,
+    RSCPPlusBernstein,
+    RSCPPlusHoeffding,
+    Setting,
+    SplitCP,
+)
 from keepcover.scores.draws import Draws
 
 from .test_bounds import bimodal_weights, crossing, curve
@@ -28,10 +39,14 @@ from .test_guarantees import (
     attacked_misses,
     clean_exceedances,
     fit,
+    overestimated_attacks,
+    overestimated_shares,
     overestimates,
     setting_for,
     two_points,
+    underestimated_means,
     violated,
+    with_level,
 )
 from .test_methods import golden_draws
 
@@ -78,6 +93,107 @@ def test_golden_values_catch_both(
     bound = expected["bernstein"] if isinstance(rule, RSCPPlusBernstein) else np.full((60, 5), golden["hoeffding"])
     same = abs(tau - expected["tau_plus"]) < 1e-9 and np.allclose(radius.numpy(), bound, rtol=1e-9)
     assert same != caught
+
+
+# -- BinCP and CAS -----------------------------------------------------------------------------------------------------
+
+
+class ForgetsTheUpperBound(BinCP):
+    """Compares the share of test draws itself with the attacked lower bound."""
+
+    def allowed(self, above: int) -> int:
+        count = np.arange(self.test_draws + 1)
+        kept = 1 - count / self.test_draws >= gaussian_shift(self.lower(above), -self.setting.r)
+        return int(count[kept].max())
+
+
+class ForgetsTheUpperBoundSharply(BinCPSharp):
+    allowed = ForgetsTheUpperBound.allowed
+
+
+class ForgetsTheLowerBound(BinCP):
+    def lower(self, above: int) -> float:
+        return 1 - above / self.calibration_draws
+
+
+class TakesTheDrawBelow(BinCP):
+    """Bounds m successes and takes the (m-1)-th smallest draw."""
+
+    def calibration_statistic(self, true: Draws) -> Tensor:
+        return true.largest(self.c + 2)
+
+
+class Interpolates(BinCP):
+    """Takes an interpolated quantile and bounds p N successes, whole or not, as the authors' code does."""
+
+    def lower(self, above: int) -> float:
+        return float(clopper_pearson(self.p * self.calibration_draws, self.calibration_draws, self.level)[0])
+
+    def calibration_statistic(self, true: Draws) -> Tensor:
+        return true.values.quantile(self.p, dim=-1)
+
+
+class ForgetsTheCdfBound(CAS):
+    """Shifts the empirical cdf as if it were the cdf."""
+
+    def calibration_statistic(self, true: Draws) -> Tensor:
+        cdf = np.arange(true.count + 1) / true.count
+        weight = torch.as_tensor(gaussian_shift(1 - cdf, -self.setting.r))
+        return true.ascending @ (weight[:-1] - weight[1:]).flip(0) - 1
+
+
+class ForgetsTheMonteCarloError(CAS):
+    def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
+        return draws.mean - 1
+
+
+@pytest.mark.parametrize(
+    ("method", "caught"),
+    [(BinCP, False), (BinCPSharp, False), (ForgetsTheUpperBound, True), (ForgetsTheUpperBoundSharply, True)],
+)
+def test_trusting_the_share_of_test_draws_is_caught(method: type[BinCP], caught: bool) -> None:
+    rule = method(setting_for(120, 64, r=2.0), p=0.2)
+    misses = attacked_misses(rule, LAWS["point"], lambda s: s, rule.setting.epsilon, 300)
+    assert violated(misses, 300, 0.1) == caught
+
+
+@pytest.mark.parametrize(
+    ("method", "caught"), [(BinCP, False), (ForgetsTheLowerBound, True), (TakesTheDrawBelow, True)]
+)
+def test_a_wrong_bound_of_the_share_is_caught(method: type[BinCP], caught: bool) -> None:
+    rule = with_level(method, 0.1)
+    assert violated(overestimated_shares(rule, 20_000), 20_000, 0.05) == caught
+
+
+@pytest.mark.parametrize(("method", "caught"), [(BinCP, False), (Interpolates, True)])
+def test_interpolating_a_points_quantile_is_caught(method: type[BinCP], caught: bool) -> None:
+    """Scores whose gaps shrink upwards make interpolation worst: it lies hardly above the 25th of 32 draws."""
+    rule = with_level(method, 0.002, 32)
+    misses = overestimated_shares(rule, 200_000, lambda u: -torch.exp(-700 * u))
+    assert violated(misses, 200_000, 0.001) == caught
+
+
+@pytest.mark.parametrize(("draws", "times"), [(64, 1.34), (32, 3.28)])
+def test_what_interpolating_costs_at_the_published_level(draws: int, times: float) -> None:
+    """The order statistic below it has this many times level / 2 to fall short of the bound of p N successes."""
+    rule = Interpolates(Setting(0.1, 0.125, 0.25, draws, 4750, 10))
+    below = math.floor(1 + rule.p * (draws - 1))
+    short = stats.beta.cdf(rule.lower(rule.c), below, draws + 1 - below)
+    assert short / (rule.level / 2) == pytest.approx(times, rel=0.01)
+    ours = BinCP(rule.setting)
+    m = draws - ours.c
+    assert stats.beta.cdf(ours.lower(ours.c), m, draws + 1 - m) <= ours.level / 2 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("shape", ["smooth", "step"])
+def test_a_cdf_without_its_bound_is_caught(shape: str) -> None:
+    rule = with_level(ForgetsTheCdfBound, 0.05)
+    assert violated(overestimated_attacks(rule, shape, 5000), 5000, 0.05)
+
+
+def test_a_mean_without_its_bound_is_caught() -> None:
+    rule = with_level(ForgetsTheMonteCarloError, 0.05)
+    assert violated(underestimated_means(rule, 5000), 5000, 0.1)
 
 
 # -- the conformal quantile --------------------------------------------------------------------------------------------
@@ -183,7 +299,9 @@ def test_a_majorant_that_is_too_small_is_caught() -> None:
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.certified])
 def test_forgetting_the_attack_is_caught(name: str) -> None:
     """Every certified method, told that epsilon is 0 and then attacked by three standard deviations."""
-    setting = setting_for(60, {"exact": 8, "exact_asymmetric": 8, "cas": 512}.get(name, 64), r=0.0, beta=0.02)
+    setting = setting_for(
+        60, {"exact": 8, "exact_asymmetric": 8, "cas": 512, "cas_test_time": 512}.get(name, 64), r=0.0, beta=0.02
+    )
     increasing = (lambda s: s) if METHODS[name].compares_only else BOUNDED["smooth"]
     rule = fit(name, setting, LAWS["narrow"], increasing)
     assert not violated(attacked_misses(rule, LAWS["narrow"], increasing, 0.0, 300), 300, 0.1)

@@ -60,11 +60,23 @@ def reference_words(stream: Stream, ids: list[int], draws: range, size: int) -> 
     )
 
 
+def squared_radius(first: Tensor, second: Tensor) -> Tensor:
+    """-2 log u in float32, u = 0.(32 bits of the first word)(last 8 bits of the second)1 in binary."""
+    fraction = (second % 256 + 0.5) / 256
+    u = (first.to(torch.float32) + fraction.to(torch.float32)) * 2.0**-32
+    t = ((2**32 - 1 - first).to(torch.float32) + (1 - fraction).to(torch.float32)) * 2.0**-32
+    return torch.where(first >= 2**32 - 2**24, t * (t * (t * (2 / 3) + 1) + 2), -2 * torch.log(u))
+
+
+def angle(second: Tensor) -> Tensor:
+    return (second.to(torch.float32) + 0.5) * 2.0**-32 * (2 * math.pi)
+
+
 def reference(stream: Stream, ids: list[int], draws: range, size: int) -> Tensor:
     """Box-Muller in float32: a pair of words gives a radius and an angle, they give two numbers side by side."""
-    unit = (reference_words(stream, ids, draws, size).to(torch.float32) + 0.5) * 2.0**-32
-    radius, angle = torch.sqrt(-2 * torch.log(unit[..., 0::2])), unit[..., 1::2] * (2 * math.pi)
-    pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)
+    words = reference_words(stream, ids, draws, size)
+    radius, turn = squared_radius(words[..., 0::2], words[..., 1::2]).sqrt(), angle(words[..., 1::2])
+    pairs = torch.stack([radius * torch.cos(turn), radius * torch.sin(turn)], dim=-1)
     return pairs.flatten(2)[..., :size]
 
 
@@ -127,14 +139,40 @@ def test_negative_ids_are_their_bits() -> None:
     assert torch.equal(stream.gaussian(torch.tensor([-1, -(2**40)]), range(2), (9,)), unsigned)
 
 
-def test_numbers_are_right_to_float32_rounding() -> None:
-    """Against Box-Muller in float64, where the angle is 2 pi and not its nearest float32: 1e-5 of at most 6.8."""
+@pytest.mark.parametrize("extra", [0.5, None], ids=["the eight bits left out", "all bits"])
+def test_numbers_are_right_to_float32_rounding(extra: float | None) -> None:
+    """Against Box-Muller in float64, where the angle is 2 pi and not its nearest float32: 1e-5 of at most 7.5.
+
+    Words whose first is above 2^16 (radii below 4.7) hardly feel the eight bits that continue them: the noise is still that
+    of two plain words.
+    """
     stream = Stream(8, "attack")
-    w = reference_words(stream, [4], range(3), 4000).double()
-    radius, angle = (-2 * ((w[..., 0::2] + 0.5) / 2**32).log()).sqrt(), (w[..., 1::2] + 0.5) / 2**32 * (2 * math.pi)
-    exact = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(2)
+    w = reference_words(stream, [4], range(3), 4000)
+    first, second = w[..., 0::2], w[..., 1::2]
+    assert int(first.min()) > 2**16
+    u = (first.double() + ((second % 256 + 0.5) / 256 if extra is None else extra)) / 2**32
+    radius, turn = (-2 * u.log()).sqrt(), (second.double() + 0.5) / 2**32 * (2 * math.pi)
+    exact = torch.stack([radius * turn.cos(), radius * turn.sin()], dim=-1).flatten(2)
     found = stream.gaussian(torch.tensor([4]), range(3), (4000,))
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
+
+
+FIRST = [0, 1, 2, 77, 2**16, 2**31, 2**32 - 2**24 - 1, 2**32 - 2**24, 2**32 - 2**20, 2**32 - 300, 2**32 - 2, 2**32 - 1]
+
+
+def test_small_radii_and_tails_are_right() -> None:
+    """The radius of any word to a relative 1e-6, from 5e-7 to 7.5. One float32 step below 1 would make it 0 or 3e-4."""
+    first = torch.tensor(FIRST).repeat_interleave(3)
+    second = torch.tensor([0, 128, 255]).repeat(len(FIRST))
+    rest = (2**32 - 1 - first).double() + 1 - (second.double() + 0.5) / 256  # 2^32 (1 - u)
+    exact = (-2 * torch.special.log1p(-rest / 2**32)).sqrt()
+    out = np.empty((len(first), 2, 2), dtype=np.float32)
+    two = [np.stack([words.numpy().astype(np.uint32)] * 2) for words in (first, second)]
+    noise_cpu._box_muller(*two, out)  # angles of at most 4e-7: the cosine is 1
+    torch.testing.assert_close(torch.from_numpy(out[:, 0, 0]).double(), exact, rtol=1e-6, atol=0)
+    assert (out[:, 0, 0] == squared_radius(first, second).sqrt().numpy()).all()
+    assert 7.4 < out.max() < 7.6
+    assert 0 < out[:, 0, 0].min() < 2e-6
 
 
 @pytest.mark.parametrize("draws", [range(3), range(5, 60, 11)])
@@ -216,7 +254,8 @@ def test_concurrent_calls_do_not_meet() -> None:
 def test_modes_and_defaults_of_the_caller_change_nothing() -> None:
     stream, ids, images = Stream(6, "test"), torch.tensor(IDS), torch.rand(len(IDS), 2, 5)
     expected = stream.noisy(images, ids, range(3), 0.5)
-    assert torch.equal(expected, images[:, None] + 0.5 * reference(stream, IDS, range(3), 10).view(-1, 3, 2, 5))
+    exact = images[:, None] + 0.5 * reference(stream, IDS, range(3), 10).view(-1, 3, 2, 5)
+    assert torch.equal(expected, (exact * 2048 + 0.5).floor() / 2048)
     with torch.inference_mode():
         assert torch.equal(stream.noisy(images, ids.clone(), range(3), 0.5), expected)
     torch.set_default_dtype(torch.float64)

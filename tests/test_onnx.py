@@ -28,8 +28,8 @@ from keepcover.training import fit_under_noise
 
 from .test_smoothing import SHAPE, nearest, toy
 
-onnx = pytest.importorskip("onnx", reason="ONNX models are built with onnx: pip install 'keepcover[test]'")
-pytest.importorskip("onnxruntime", reason="ONNX models run in onnxruntime: pip install 'keepcover[onnx]'")
+onnx = pytest.importorskip("onnx", reason="ONNX models are built with onnx: pip install '.[test]'")
+pytest.importorskip("onnxruntime", reason="ONNX models run in onnxruntime: pip install '.[onnx]'")
 helper, numpy_helper, TensorProto = onnx.helper, onnx.numpy_helper, onnx.TensorProto
 
 CAL, TEST = toy(300, seed=1), toy(200, seed=3)
@@ -83,7 +83,7 @@ def cnn() -> nn.Module:
 @pytest.fixture(scope="module")
 def exported(cnn: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small CNN as torch exports it today: weights in a second file, a free batch size."""
-    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript: pip install 'keepcover[test]'")
+    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript: pip install '.[test]'")
     path = tmp_path_factory.mktemp("onnx") / "cnn.onnx"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -294,7 +294,7 @@ def test_only_devices_that_there_are(tmp_path: Path) -> None:
 def test_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = linear(tmp_path / "m.onnx")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(InputError, match=r"pip install 'keepcover\[onnx\]'"):
+    with pytest.raises(InputError, match=r"pip install '.\[onnx\]'"):
         OnnxClassifier(path)
 
 
@@ -368,6 +368,55 @@ def test_external_data_must_be_there_and_beside(tmp_path: Path) -> None:
     (folder / "m.onnx").write_bytes(model.SerializeToString())
     (folder / "weights.bin").write_bytes(np.arange(4, dtype=np.float32).tobytes())
     assert OnnxClassifier(folder / "m.onnx")(torch.zeros(1, 4)).tolist() == [[0, 1, 2, 3]]
+
+
+def field(number: int, content: bytes, above: int = 0, padding: int = 0) -> bytes:
+    """A field of a protobuf message, its tag with bits ``above`` the 32 that protobuf keeps, its length with needless bytes."""
+    length = varint(len(content))
+    if padding:
+        length = length[:-1] + bytes([length[-1] | 128]) + b"\x80" * (padding - 1) + b"\x00"
+    return varint(number << 3 | 2 | above << 32) + length + content
+
+
+def varint(value: int) -> bytes:
+    out = b""
+    while value > 127:
+        out, value = out + bytes([value & 127 | 128]), value >> 7
+    return out + bytes([value])
+
+
+@pytest.mark.parametrize("level", ["entries", "tensor", "graph", "length"])
+def test_weights_do_not_escape_the_fingerprint_through_odd_tags(level: str, tmp_path: Path) -> None:
+    """Bit 32 of a tag: protobuf cuts it off and reads the field, a reader of 64 bits would see another field and pass on."""
+    whole = tensor("w", "weights.bin")
+    entries = [entry.SerializeToString() for entry in whole.external_data]
+    whole.ClearField("external_data")
+    odd = {name: int(level == name) for name in ("entries", "tensor", "graph")}
+    parts = b"".join(field(13, e, odd["entries"], 2 if level == "length" else 0) for e in entries)
+    nodes = [helper.make_node("Add", ["x", "w"], ["o"])]
+    graph = helper.make_graph(nodes, "g", [info("x")], [info("o")]).SerializeToString()
+    graph += field(5, whole.SerializeToString() + parts, odd["tensor"])
+    model = helper.make_model(onnx.GraphProto(), opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    path = tmp_path / "m.onnx"
+    path.write_bytes(model.SerializeToString() + field(7, graph, odd["graph"]))
+    (tmp_path / "weights.bin").write_bytes(np.arange(4, dtype=np.float32).tobytes())
+    with pytest.raises(InputError, match=r"is not an ONNX model \(a tag or a length is written in an unusual form"):
+        OnnxClassifier(path)
+    session = pytest.importorskip("onnxruntime").InferenceSession(path)  # the same file, and the weights are read
+    assert session.run(None, {"x": np.zeros((1, 4), np.float32)})[0].tolist() == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("location", ["*/_ORT_MEM_ADDR_/*", "weights.bin\0", "", "a\\b"])
+def test_names_that_mean_something_else_to_onnxruntime_are_refused(location: str, tmp_path: Path) -> None:
+    nodes = [helper.make_node("Add", ["x", "w"], ["o"])]
+    graph = helper.make_graph(nodes, "g", [info("x")], [info("o")], [tensor("w", location)])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    (tmp_path / "*" / "_ORT_MEM_ADDR_").mkdir(parents=True)
+    for name in ("*/_ORT_MEM_ADDR_/*", "weights.bin", "a\\b"):
+        (tmp_path / name).write_bytes(b"\x00" * 16)
+    with pytest.raises(InputError, match="which is no name of a file"):
+        OnnxClassifier(tmp_path / "m.onnx")
 
 
 def test_names_of_the_model_are_as_it_says(tmp_path: Path) -> None:

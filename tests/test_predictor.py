@@ -6,6 +6,7 @@ Statistical tests state their false-alarm rates; seeds are fixed.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import keepcover
-from keepcover.attacks.attacks import NoisyModel
+from keepcover.attacks.attacks import NoisyModel, pgd
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.guarantee import Guarantee, conformal_rank, exact_level
@@ -35,7 +36,7 @@ from keepcover.scores.scores import APS, HPS, RAPS, CustomScore, hps, log_odds
 from keepcover.scores.transforms import PTT
 from keepcover.tasks.sets import PredictionSets
 
-from .test_smoothing import SHAPE, Recorder, nearest, network, toy
+from .test_smoothing import Recorder, nearest, network, toy
 
 # Averaging methods need more draws than this to say anything; that they say nothing is warned about, and not at issue.
 trivial_is_fine = pytest.mark.filterwarnings("ignore:.*can only return the full label set:keepcover.KeepcoverWarning")
@@ -75,7 +76,7 @@ def test_sets_are_what_the_theorem_says(name: str, score: str, model: nn.Module)
 
     def scores(data: tuple[Tensor, Tensor], role: str, seed: int) -> Draws:
         stream, images, ids = Stream(seed, role), data[0], torch.arange(len(data[0]))
-        noisy = (images[:, None] + 0.1 * stream.gaussian(ids, range(8), SHAPE)).flatten(0, 1)
+        noisy = stream.noisy(images, ids, range(8), 0.1).flatten(0, 1)
         logits = model(noisy).detach().view(len(images), 8, 4)
         return Draws(function.order(logits, stream.uniform(ids, "aps")[:, None]).transpose(1, 2))
 
@@ -104,7 +105,7 @@ def test_sets_are_what_the_theorem_says(name: str, score: str, model: nn.Module)
 @pytest.mark.parametrize("name", EVERY)
 def test_every_method_covers_clean_points(name: str, model: nn.Module) -> None:
     """Covered counts of cp and cp_smoothed follow the beta-binomial law, of the others at least; rate 1e-6 each."""
-    draws = 256 if "rscp_plus" in name or name in ("cas", "bincp") else 8
+    draws = 256 if name.startswith(("rscp_plus", "bincp", "cas")) else 8
     ask = {**ASK, "draws": draws, "calibration_draws": draws if name != "auto" else 16}
     predictor = calibrate(model, toy(160, seed=4), method=name, holdout=HELD, **ask)
     images, labels = toy(300, seed=5)
@@ -182,6 +183,8 @@ PROMISES: dict[str, tuple[int, dict[str, Any]]] = {
     "exact-randomised": (40, {"method": "exact", "draws": 2, "calibration_draws": 4, "randomize": True}),
     "exact_asymmetric-1": (40, {"method": "exact_asymmetric", "draws": 1, "calibration_draws": 4}),
     "bincp": (100, {"method": "bincp", "draws": 64}),
+    "bincp_sharp": (100, {"method": "bincp_sharp", "draws": 32}),
+    "bincp_threshold": (100, {"method": "bincp_threshold", "draws": 64}),
     "rscp_plus_hoeffding": (60, {"method": "rscp_plus_hoeffding", "draws": 256}),
 }
 
@@ -191,7 +194,7 @@ PROMISES: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("law", ["point", "mixture"])
 @pytest.mark.parametrize("case", list(PROMISES))
 def test_certified_coverage_survives_the_worst_attack(case: str, law: str) -> None:
-    """24 exact tests at 1e-7 each. On a point mass RCP1 attains alpha, up to the n in 1/(n+1): not below 0.12, at 1e-7."""
+    """32 exact tests at 1e-7 each. On a point mass RCP1 attains alpha, up to the n in 1/(n+1): not below 0.12, at 1e-7."""
     repetitions, options = PROMISES[case]
     clean, attacked = misses(law, repetitions, alpha=0.2, epsilon=0.3, sigma=0.25, **options)
     assert not too_many(clean, repetitions, 0.2)
@@ -684,6 +687,46 @@ def test_full_sets_are_warned_about(model: nn.Module) -> None:
         predictor = calibrate(model, CAL, method="rcp1", **{**ASK, "epsilon": 0.5})
     assert predictor.predict(TEST[0]).trivial.all()
     assert "every set is the full label set" in repr(predictor)
+
+
+@pytest.mark.parametrize("method", ["rscp_plus_hoeffding", "rscp_plus_bernstein", "cas"])
+def test_the_warning_of_full_sets_says_how_many_draws_would_help(method: str, model: nn.Module) -> None:
+    """The default of 16 draws is far too few for these; as many as the warning says are enough."""
+    ask = {"alpha": 0.1, "epsilon": 0.02, "sigma": 0.1, "seed": 1, "method": method}
+    with pytest.warns(KeepcoverWarning, match="can only return the full label set") as told:
+        calibrate(model, CAL, **ask)
+    (found,) = re.findall(r"it takes about draws=(\d+) to do better", " ".join(str(one.message) for one in told))
+    assert 16 < int(found) <= 4096
+    assert not calibrate(model, CAL, **ask, draws=int(found)).predict(TEST[0][:50]).trivial.all()
+
+
+def test_more_draws_are_not_promised_to_help_where_they_do_not(model: nn.Module) -> None:
+    with pytest.warns(KeepcoverWarning, match="more draws alone will not help: more calibration points"):
+        calibrate(model, CAL, method="rscp_plus_hoeffding", **{**ASK, "epsilon": 20.0})
+
+
+@pytest.mark.parametrize("labels", [["ant", "bee"] * 30, np.array(["ant", "bee"] * 30), np.array(["ant", None] * 30)])
+def test_names_as_labels_are_refused_with_a_word_on_numbering(labels: Any, model: nn.Module) -> None:
+    for data in ((TEST[0], labels), [(TEST[0], list(labels))]):
+        with pytest.raises(InputError, match=r"integer class labels, got 'ant'; number them, .*np.unique"):
+            calibrate(model, data, **ASK, holdout=HELD)
+    with pytest.raises(InputError, match="integer class labels, got 'ant'"):
+        calibrate(model, CAL, **ASK).predict(TEST[0]).evaluate(labels)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "GPU"])
+def test_devices_that_are_not_there_are_refused(device: str, model: nn.Module) -> None:
+    with pytest.raises(InputError, match=rf"no device '{device}' here .*; use cpu, or cuda where there is a GPU"):
+        calibrate(model, CAL, **ASK, device=device)
+    with pytest.raises(InputError, match="no device"):
+        pgd(NoisyModel(model, 0.1, 1, Stream(0, "attack")), TEST[0][:2], TEST[1][:2], 0.1, device=device)
+
+
+def test_empty_sets_are_counted_where_sets_are_shown() -> None:
+    promise = calibrate(nearest(), CAL, **ASK).guarantee
+    sets = PredictionSets(torch.tensor([[True, False], [False, False]]), promise)
+    assert "mean size 0.50, 0 of them the full label set, 1 empty" in repr(sets)
+    assert "empty 50.0%" in str(sets.evaluate(torch.tensor([0, 1])))
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,9 +19,10 @@ from safetensors.torch import save_file
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
+import keepcover
 from keepcover.__main__ import main as keepcover_main
 from keepcover.data import digits
-from keepcover.engine.smoother import fingerprint
+from keepcover.engine.fingerprint import fingerprint
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.guarantee import Guarantee
 from keepcover.models import SmallCNN
@@ -85,8 +87,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def onnx_file(place: Path) -> Path:
-    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript: pip install 'keepcover[test]'")
-    pytest.importorskip("onnxruntime", reason="ONNX models run in onnxruntime: pip install 'keepcover[onnx]'")
+    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript: pip install '.[test]'")
+    pytest.importorskip("onnxruntime", reason="ONNX models run in onnxruntime: pip install '.[onnx]'")
     model = load_model("small-cnn", place / "cnn.safetensors", 4)
     assert isinstance(model, nn.Module)
     with warnings.catch_warnings():
@@ -503,6 +505,35 @@ def test_files_hold_the_same_rows(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.safetensors", target.name]
 
 
+def test_a_file_of_another_ending_is_refused_before_any_work(
+    saved: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["predict", saved, *OWN, "--data", place / "new.npz", "--out", tmp_path / "sets.xlsx"]
+    line = refused(capsys, *arguments)
+    assert "expected a file that ends in .jsonl or .csv" in line
+    assert not (tmp_path / "sets.xlsx").exists()
+    code, _, _ = run(capsys, *arguments, "--format", "csv")
+    assert code == 0
+    assert (tmp_path / "sets.xlsx").read_text().startswith("index,labels")
+
+
+def test_names_as_labels_in_a_file_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez(tmp_path / "d.npz", images=DATA[0].numpy(), labels=np.array(["ant"] * len(DATA[0])))
+    line = refused(capsys, "calibrate", *OWN, "--data", tmp_path / "d.npz", *LEVEL, "--out", tmp_path / "p.safetensors")
+    assert "expected numbers in 'labels', got text such as ['ant']" in line
+
+
+def test_a_function_in_the_folder_the_command_runs_in_is_found(tmp_path: Path) -> None:
+    """As the installed command runs, which does not look there by itself."""
+    (tmp_path / "fmnet.py").write_text("import torch\nbuild = torch.nn.Flatten\n")
+    script = "import sys; sys.path = [p for p in sys.path if p not in ('', sys.argv[1])]; "
+    script += "from keepcover.specs import load_model; print(load_model('fmnet:build'))"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert "Flatten" in done.stdout, done.stderr
+
+
 def read_rows(text: str, form: str) -> list[dict[str, Any]]:
     if form == "jsonl":
         return [json.loads(line) for line in text.splitlines()]
@@ -759,3 +790,21 @@ def test_weights_given_as_a_predictor_and_devices_that_are_not_there(
     assert "not a keepcover predictor" in refused(capsys, "predict", weights, *given)
     line = refused(capsys, "calibrate", *given, "--device", "banana", *LEVEL, "--out", tmp_path / "p.safetensors")
     assert "no device 'banana' here" in line
+
+
+def test_names_out_of_a_file_cannot_speak_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Escapes that clear the screen, a turned direction of text, markup: all are shown and none is obeyed."""
+    names = ["\x1b[2J\x1b]0;title\x07", "[bold]two[/bold]", "\u202eeerht", "\x9b31m"]
+    model, data = nearest(), toy(400, seed=1)
+    classes = int(data[1].max()) + 1
+    names = (names + [f"class {k}" for k in range(classes)])[:classes]
+    predictor = keepcover.calibrate(model, data, epsilon=0.1, sigma=0.15, draws=4, class_names=names, progress=False)
+    predictor.save(tmp_path / "p.safetensors")
+    code, shown, _ = run(capsys, "show", tmp_path / "p.safetensors")
+    assert code == 0
+    assert not set(shown) & set("\x1b\x07\x9b\u202e")
+    assert "\\x1b[2J\\x1b]0;title" in shown
+    assert "[bold]two[/bold]" in shown
+    code, _, error = run(capsys, "show", "\x1b[2J.safetensors")
+    assert code == 2
+    assert "\x1b" not in error

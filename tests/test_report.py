@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+from html import escape
 from html.parser import HTMLParser
 from itertools import combinations
 from pathlib import Path
@@ -26,6 +28,7 @@ from keepcover.pages.report import (
     audit_examples,
     audit_section,
     audit_table,
+    conclusion,
     hardware,
     interval,
     methods_table,
@@ -194,9 +197,9 @@ def test_the_audit_table_is_the_audit(report: Audit) -> None:
     for row, cells in zip(report.rows, table.rows):
         texts = [cell.text for cell in cells]
         assert len(texts) == len(table.head)
-        assert texts[:3] == [row.name, row.attack, f"{row.radius:g}"]
-        assert texts[3] == interval(row.coverage)
-        assert (texts[-1], cells[-1].kind) == (row.verdict, "bad" if "lost" in row.verdict else "")
+        assert (texts[1], cells[1].kind) == (row.verdict, "bad" if "lost" in row.verdict else "")
+        assert (texts[0], *texts[2:4]) == (row.name, row.attack, f"{row.radius:g}")
+        assert texts[4] == interval(row.coverage)
     assert {row.verdict for row in report.rows if row.name == "vanilla" and row.radius == EPSILON} == {
         "no promise, lost"
     }
@@ -209,12 +212,45 @@ def test_the_methods_table_marks_what_was_lost(report: Audit) -> None:
     rows = summary_rows(report, EPSILON)
     table = methods_table(rows)
     vanilla, certified = table.rows
-    assert (vanilla[1].text, certified[1].text, certified[1].kind) == ("no", "yes", "good")
-    assert (vanilla[5].kind, certified[5].kind) == ("bad", "good")
-    assert vanilla[5].text == interval(rows[0]["attacked_coverage"])
+    assert (vanilla[2].text, certified[2].text, certified[2].kind) == ("no", "yes", "good")
+    assert (vanilla[6].kind, certified[6].kind) == ("bad", "good")
+    assert vanilla[6].text == interval(rows[0]["attacked_coverage"])
+    lucky = methods_table([{**rows[0], "verdict": "no promise"}]).rows[0]
+    assert lucky[6].kind == ""  # what is not promised is not praised
     assert all(len(row) == len(table.head) for row in table.rows)
     violated = methods_table([{**rows[1], "verdict": "violated"}]).rows[0]
-    assert (violated[5].kind, violated[-1].kind) == ("bad", "bad")
+    assert (violated[6].kind, violated[1].kind) == ("bad", "bad")
+
+
+def test_the_conclusion_is_a_sentence_about_the_rows(report: Audit) -> None:
+    rows = summary_rows(report, EPSILON)
+    text = conclusion(rows, 0.1, EPSILON)
+    lost, kept = rows
+    assert f"{lost['name']} covers {lost['attacked_coverage']['mean']:.1%}" in text
+    assert f"consistent with the 90% that the certified method {kept['name']} promised" in text
+    assert f"{kept['attacked_size']:.2f} labels" in text
+    two = conclusion([*rows, {**kept, "name": "larger", "attacked_size": 9.0}], 0.1, EPSILON)
+    assert "that all 2 certified methods promised" in two
+    assert f"those of {kept['name']}, from" in two
+    assert "violated: larger" in conclusion([*rows, {**kept, "name": "larger", "verdict": "violated"}], 0.1, EPSILON)
+    assert escape(text) in Page("title", "subtitle", conclusion=text).html()
+
+
+def test_no_two_lines_of_a_figure_share_a_colour() -> None:
+    groups = plots.in_groups({f"method {k}": [(0.0, 1.0)] for k in range(13)})
+    assert [name for group in groups for name in group] == [f"method {k}" for k in range(13)]
+    for group in groups:
+        axis = plots.size_curves(group, 10, dict.fromkeys(group, True), top=4.0).axes[0]
+        colors = [line.get_color() for line in axis.lines]
+        assert len(set(colors)) == len(colors) == len(group)
+        assert axis.get_ylim() == (0, 4.0)
+
+
+def test_grey_images_are_shown_as_they_are() -> None:
+    from matplotlib.image import imread
+
+    shown = imread(io.BytesIO(plots.pixels(torch.tensor([[[0.0, 1.0]]]))))
+    assert shown[0, :, 0].tolist() == [0.0, 1.0]
 
 
 def test_an_interval_is_written_with_its_ends() -> None:
@@ -251,6 +287,17 @@ def test_figures_are_reproducible_and_offline(report: Audit) -> None:
         assert text.startswith("<svg")
         offline(f"<html>{text}</html>")
     assert one == two
+
+
+def test_figures_of_the_documentation_bring_two_schemes(report: Audit) -> None:
+    for name, figure in figures(report).items():
+        text = plots.adaptive_svg(figure, name)
+        style, drawing = re.fullmatch(r"(?s)<svg[^>]*><style>(.*?)</style>(.*)", text.strip()).groups()  # type: ignore[union-attr]
+        light, dark = style.split("@media (prefers-color-scheme: dark)")
+        assert all(color in light for color in plots.COLORS)
+        assert all(color in dark for color in plots.DARK)
+        assert not re.findall(r"(?:fill|stroke): ?#[0-9a-f]{6}", drawing)  # nothing that one scheme would hide
+        offline(f"<html>{text}</html>")
 
 
 def test_on_a_page_every_colour_is_the_pages(report: Audit) -> None:
@@ -369,7 +416,7 @@ def test_the_audit_page(report: Audit, tmp_path: Path) -> None:
     offline(page)
     reader = parsed(page)
     assert [row[0] for row in reader.rows].count("vanilla") == 1 + 5  # the summary, and every attack
-    assert ["vanilla", "softmax", "0.15"] in [row[:3] for row in reader.rows]
+    assert ["vanilla", "no promise, lost", "softmax", "0.15"] in [row[:4] for row in reader.rows]
     assert "&lt;zero&gt;" in page or "zero" not in page
     assert sorted(file.name for file in path.parent.iterdir()) == ["audit.html", "audit.json"]
     facts = {row[0]: row[1] for row in reader.rows if len(row) == 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import logging.config
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,9 @@ from keepcover.errors import InputError
 from keepcover.prediction.predictor import Predictor
 from keepcover.serve import Deployment, Settings
 from keepcover.serve.schemas import Description
+from keepcover.serve.workers import STARTUP_FAILURE, supervise
 
+from . import ending
 from .serve_client import TOKEN
 from .serving import CLASSES, make_predictor
 
@@ -66,6 +69,13 @@ def test_the_command_can_check_a_deployment(saved: Path, capsys: pytest.CaptureF
         (["--workers", "0"], "expected at least 1 worker, got 0"),
         (["--port", "99999"], "cannot listen on 127.0.0.1 port 99999"),
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
+        (
+            ["--trusted-proxies", "*"],
+            "expected --trusted-proxies as addresses or networks like 10.0.0.5,10.1.0.0/16, got '*'",
+        ),
+        (["--trusted-proxies", "10.0.0.1, 0.0.0.0/0"], "got '0.0.0.0/0'; where everybody is trusted"),
+        (["--trusted-proxies", "::/0"], "got '::/0'"),
+        (["--trusted-proxies", "proxy.example"], "got 'proxy.example'"),
         (["--max-queue", "3"], "a request of 32 images never fits a queue of 3"),
     ],
 )
@@ -91,11 +101,40 @@ def test_another_model_is_refused_before_the_port_opens(saved: Path, tmp_path: P
 def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from keepcover.cli.serve import _token
 
+    monkeypatch.delenv("KEEPCOVER_TOKEN", raising=False)
     assert _token(None) is None
     monkeypatch.setenv("KEEPCOVER_TOKEN", "from-the-environment")
     assert _token(None) == "from-the-environment"
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     assert _token(tmp_path / "token") == TOKEN
+
+
+@pytest.mark.parametrize("token", ["", " ", "0123456789abcdef\t0123456789"])
+def test_an_empty_token_does_not_mean_open(
+    saved: Path, token: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KEEPCOVER_TOKEN", token)
+    (tmp_path / "token").write_text("\n")
+    for options in ([], ["--token-file", str(tmp_path / "token")]):
+        assert cli.main(["serve", str(saved), "--model", "serving:sharp", "--check", *options]) == 2
+        assert "expected a token of at least 16 ASCII characters" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "begun"), [(ending.at_once, 3, 1), (ending.at_once, 11, 3), (ending.once_ready, 3, 4)]
+)
+def test_workers_that_end_before_they_are_ready_are_not_replaced_for_ever(
+    target: Callable[..., None], code: int, begun: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An exception at the first start ends it at once; a crash, or failures after a good start, after three in a row."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert supervise(target, (code, tmp_path / "mark"), workers=1, patience=5.0) == STARTUP_FAILURE
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert sum(record.getMessage() == "worker ended" for record in caplog.records) == begun
+    assert "gave up" in caplog.records[-1].getMessage()
 
 
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,5 +144,5 @@ def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     real: Callable[..., Any] = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "fastapi" else real(name, *a))
-    with pytest.raises(InputError, match=r"needs fastapi: pip install 'keepcover\[serve\]'"):
+    with pytest.raises(InputError, match=r"needs fastapi: pip install '.\[serve\]'"):
         importlib.import_module("keepcover.serve")

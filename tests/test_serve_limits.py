@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import resource
+import socket
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
 import pytest
 import torch
+import uvicorn
+from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from keepcover.prediction.predictor import Predictor
 from keepcover.serve import Settings, create_app
-from keepcover.serve.limits import Bearer, RepeatLimit
+from keepcover.serve.limits import HEAD, THREADS, Bearer, RepeatLimit
+from keepcover.serve.logs import Seldom
 from keepcover.serve.problems import Problem
+from keepcover.serve.server import BACKLOG, Protocol, bind, most_connections
 
 from .serve_client import IMAGES, TOKEN, Gate, ask, client, refused
 from .serving import SHAPE, file_of, make_predictor
 
 patient = settings(deadline=None, derandomize=True, max_examples=60)
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +245,45 @@ def test_health_and_readiness(gated: tuple[Predictor, Gate]) -> None:
     assert found[2].json()["status"] == "stuck"
 
 
+def test_reading_has_threads_and_a_bound_of_its_own(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoders that do not come back: later requests are refused at once, time out from their arrival, and readiness says so."""
+    go, begun = threading.Event(), list[str]()
+
+    def stuck(*arguments: object) -> np.ndarray:
+        begun.append(threading.current_thread().name)
+        assert go.wait(30)
+        return np.zeros(SHAPE, np.float32)
+
+    monkeypatch.setattr("keepcover.serve.reading.decode", stuck)
+    app = create_app(predictor, Settings(answer_timeout=0.3, max_queue=THREADS + 2, max_images=1))
+
+    async def crowd() -> list[httpx.Response]:
+        async with client(app) as inner:
+
+            def one() -> asyncio.Task[httpx.Response]:
+                return asyncio.create_task(inner.post("/v1/predict", files={"images": b"x"}))
+
+            asked = [one() for _ in range(THREADS + 2)]
+            while len(begun) < THREADS or not app.state.service.reader.pool.full:
+                await asyncio.sleep(0.001)
+            found = [await one(), await inner.get("/readyz"), await inner.get("/healthz")]
+            found += await asyncio.gather(*asked)
+            found.append(await inner.get("/readyz"))  # no longer full, but the oldest has waited for long
+            go.set()
+            while app.state.service.reader.pool.behind > 0:
+                await asyncio.sleep(0.001)
+            return [*found, await inner.get("/readyz")]
+
+    full, ready, healthy, *late, behind, again = asyncio.run(crowd())
+    refused(full, 503, "overloaded", "requests wait to be read")
+    assert (ready.status_code, ready.json()["status"], healthy.status_code) == (503, "overloaded", 200)
+    for response in late:
+        refused(response, 503, "timeout", "no answer within 0.3 s")
+    assert (behind.status_code, again.status_code) == (503, 200)
+    assert len(begun) == THREADS  # what was given up while it waited was never begun
+    assert all(name.startswith("keepcover-read") for name in begun)
+
+
 # -- the token ---------------------------------------------------------------------------------------------------------
 
 
@@ -403,30 +452,139 @@ def test_the_memory_of_repeats_is_bounded_and_keyed() -> None:
     assert not set(one._times) & set(two._times)  # another key, other hashes
 
 
+@pytest.mark.parametrize(("one", "two"), [("::ffff:192.0.2.1", "192.0.2.1"), ("fe80::1%eth0", "fe80::2%eth0")])
+def test_an_address_is_one_client_however_it_is_written(one: str, two: str) -> None:
+    repeats = RepeatLimit(1, 60.0, entries=10)
+    repeats.count(one, IMAGES[:1])
+    with pytest.raises(Problem, match="the same image at most"):
+        repeats.count(two, IMAGES[:1])
+
+
+def test_clients_of_an_ipv6_socket_have_their_own_addresses() -> None:
+    repeats = RepeatLimit(1, 60.0, entries=10)
+    for k in range(5):
+        repeats.count(f"::ffff:192.0.2.{k}", IMAGES[:1])
+
+
 # -- the connection ----------------------------------------------------------------------------------------------------
+
+
+def over_sockets(app: FastAPI, use: Callable[[int], Awaitable[T]], host: str = "127.0.0.1", **options: Any) -> T:
+    """The application on a port of this machine while ``use`` lasts."""
+
+    async def whole() -> T:
+        config = uvicorn.Config(
+            app, http=Protocol, ws="none", log_config=None, lifespan="on", timeout_keep_alive=60, **options
+        )
+        server = uvicorn.Server(config)
+        listener = bind(host, 0)
+        running = asyncio.create_task(server.serve([listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        try:
+            return await use(listener.getsockname()[1])
+        finally:
+            server.should_exit = True
+            await running
+
+    return asyncio.run(whole())
+
+
+GET = b"GET /healthz HTTP/1.1\r\nhost: x\r\n"
+
+
+async def asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes = GET + b"\r\n") -> bytes:
+    writer.write(request)
+    async with asyncio.timeout(10):
+        return await reader.readuntil(b"}")
+
+
+def test_idle_connections_make_room_for_others(
+    predictor: Predictor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Forty silent sockets where eight may be: the oldest silent ones go; who asks, and who has asked, stays."""
+    monkeypatch.setattr(Protocol, "most", 8)
+    app = create_app(predictor)
+
+    async def crowd(port: int) -> tuple[list[bytes], int]:
+        regular = await asyncio.open_connection("127.0.0.1", port)
+        answers = [await asked(*regular)]
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+        late = await asyncio.open_connection("127.0.0.1", port)
+        answers += [await asked(*late), await asked(*regular)]
+        await asyncio.sleep(0.1)
+        closed = sum(reader.at_eof() or reader.exception() is not None for reader, _ in silent)
+        for _, writer in (regular, late, *silent):
+            writer.close()
+        return answers, closed
+
+    answers, closed = over_sockets(app, crowd)
+    assert [answer.split()[1] for answer in answers] == [b"200"] * 3
+    assert closed == 40 - 6
+    said = [record for record in caplog.records if "the longest idle are closed" in record.getMessage()]
+    seldom = Seldom()
+    assert len(said) == 34
+    assert sum(seldom.filter(record) for record in said) == 1
+    later = Seldom(pause=0.0)
+    assert all(later.filter(record) for record in said)
+
+
+def test_connections_fit_the_files_that_may_be_open() -> None:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert Protocol.most == most_connections()
+    assert 16 <= Protocol.most <= 1024
+    assert Protocol.most + 2 * BACKLOG < files or Protocol.most == 16
+
+
+def test_the_limit_of_headers_is_exact_however_they_arrive(predictor: Predictor) -> None:
+    def head(size: int) -> bytes:
+        plain = len("/healthz") + len("host") + len("x") + 4
+        return GET + b"x: " + b"a" * (size - plain - len("x") - 4) + b"\r\n\r\n"
+
+    async def sizes(port: int) -> list[bytes]:
+        found = []
+        for size in (HEAD, HEAD + 1, HEAD + 1024):
+            for pieces in (1, 8):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                request = head(size)
+                cut = -(-len(request) // pieces)
+                for at in range(0, len(request), cut):
+                    writer.write(request[at : at + cut])
+                    await asyncio.sleep(0.01 if pieces > 1 else 0)
+                async with asyncio.timeout(10):
+                    found.append((await reader.readuntil(b"\r\n")).split()[1])
+                writer.close()
+        return found
+
+    app = create_app(predictor)
+    assert over_sockets(app, sizes, h11_max_incomplete_event_size=2 * HEAD) == [b"200"] * 2 + [b"431"] * 4
+    refused(ask(app, "GET", "/healthz", headers={"x": "a" * HEAD}), 431, "headers_too_large", "exceed 16384 bytes")
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+def test_the_log_names_ipv4_clients_of_an_ipv6_socket_plainly(
+    predictor: Predictor, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def once(port: int) -> bytes:
+        streams = await asyncio.open_connection("127.0.0.1", port)
+        answer = await asked(*streams)
+        streams[1].close()
+        return answer
+
+    with caplog.at_level(logging.INFO, "keepcover.serve"):
+        assert b"200" in over_sockets(create_app(predictor), once, host="::")
+    (line,) = (vars(record)["fields"] for record in caplog.records if record.getMessage() == "request")
+    assert line["client"] == "127.0.0.1"
 
 
 def test_clients_that_neither_ask_nor_leave_are_hung_up_on(
     predictor: Predictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Silence, half a header, and a body that goes on after its answer; a client that asks keeps its connection."""
-    import uvicorn
-
-    from keepcover.serve.server import Protocol
-
     monkeypatch.setattr(Protocol, "idle", 0.3)
     app = create_app(predictor, Settings(max_body=1000))
 
-    async def four() -> tuple[list[bytes], bytes]:
-        config = uvicorn.Config(
-            app, port=0, http=Protocol, ws="none", log_config=None, lifespan="on", timeout_keep_alive=60
-        )
-        server = uvicorn.Server(config)
-        running = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-
+    async def four(port: int) -> tuple[list[bytes], bytes]:
         async def rude(first: bytes, more: bytes = b"") -> bytes:
             """Whatever comes back until the server hangs up."""
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -461,16 +619,10 @@ def test_clients_that_neither_ask_nor_leave_are_hung_up_on(
 
         post = b"POST /v1/predict HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         endless = post + b"transfer-encoding: chunked\r\n\r\n"
-        try:
-            found = await asyncio.gather(
-                rude(b""), rude(post), rude(endless, b"3e8\r\n" + b"x" * 1000 + b"\r\n"), polite()
-            )
-        finally:
-            server.should_exit = True
-            await running
-        return found[:3], found[3]
+        found = await asyncio.gather(rude(b""), rude(post), rude(endless, b"3e8\r\n" + b"x" * 1000 + b"\r\n"), polite())
+        return list(found[:3]), found[3]
 
-    (silent, half, endless), polite = asyncio.run(four())
+    (silent, half, endless), polite = over_sockets(app, four)
     assert (silent, half) == (b"", b"")
     assert b" 413 " in endless
     assert polite.count(b"HTTP/1.1 200") == 8

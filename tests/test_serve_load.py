@@ -170,11 +170,15 @@ def test_a_model_that_hangs_does_not_keep_the_process(saved: Path, tmp_path: Pat
     assert server.events("model hangs")
 
 
-def test_workers_that_cannot_start_end_the_parent(saved: Path, tmp_path: Path) -> None:
-    """Another model in two workers: one clear line, exit code 3, no endless restarts."""
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [("other", "the model differs from the one calibrated"), ("broken", "RuntimeError: no such GPU")],
+)
+def test_workers_that_cannot_start_end_the_parent(saved: Path, tmp_path: Path, model: str, reason: str) -> None:
+    """Another model, or a factory that raises, in two workers: one clear line, exit code 3, no endless restarts."""
     begin = time.perf_counter()
-    with pytest.raises(AssertionError, match=r"(?s)exit code 3:.*the model differs from the one calibrated"):
-        start(saved, "other", tmp_path / "log", workers=2)
+    with pytest.raises(AssertionError, match=f"(?s)exit code 3:.*{reason}"):
+        start(saved, model, tmp_path / "log", workers=2)
     assert time.perf_counter() - begin < 60
 
 

@@ -36,7 +36,7 @@ def cnn() -> SmallCNN:
 
 
 def onnx_file(model: SmallCNN, folder: Path) -> tuple[str, ...]:
-    pytest.importorskip("onnxscript", reason="exporting to ONNX needs onnxscript: pip install 'keepcover[test]'")
+    pytest.importorskip("onnxscript", reason="exporting to ONNX needs onnxscript: pip install '.[test]'")
     path = folder / "model.onnx"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

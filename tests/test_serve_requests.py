@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 from torch import Tensor
 
 from keepcover.engine.inputs import InputRange
@@ -52,7 +52,7 @@ BAD: dict[str, tuple[bytes, int, str, str]] = {
     "no JSON": (b"{images: 1}", 400, "bad_request", "expected JSON"),
     "half": (body_with("0.0")[:-9], 400, "bad_request", "expected JSON: EOF"),
     "not UTF-8": (b'{"images": "\xff"}', 400, "bad_request", "expected JSON"),
-    "deep": (b'{"images": ' + b"[" * 100_000, 400, "bad_request", "recursion limit"),
+    "deep": (b'{"images": ' + b"[" * 100_000, 422, "invalid", "which take 19 lists at most, got 100000"),
     "long integer": (body_with("1" * 5000), 400, "bad_request", "number out of range"),
     "no object": (b"[]", 422, "invalid", "the body"),
     "no images": (b"{}", 422, "invalid", "expected the field images: a list of images of shape 1 x 4 x 4"),
@@ -82,7 +82,29 @@ BAD: dict[str, tuple[bytes, int, str, str]] = {
         "finite number at alpha, got '0.1'",
     ),
     "alpha NaN": (body_with("0.0")[:-1] + b', "alpha": NaN}', 422, "invalid", "calibrated for"),
-    "unknown": (body_with("0.0")[:-1] + b', "draws": 9}', 422, "invalid", "unknown field draws; the fields are images"),
+    "unknown": (
+        body_with("0.0")[:-1] + b', "draws": 9}',
+        422,
+        "invalid",
+        "unknown field 'draws'; the fields are images",
+    ),
+    "unknown and long": (b'{"%s": 1}' % (b"x" * 2**22), 422, "invalid", "unknown field 'xxxxxxxxxxxx..."),
+    "unknown and escaped": (
+        body_with("0.0")[:-1] + b', "%s": 1}' % (rb"\u001b" * 1000),
+        422,
+        "invalid",
+        r"unknown field '\x1b\x1b\x1b",
+    ),
+    "twice": (
+        body_with("0.0")[:-1] + b', "alpha": 0.1, "alpha": 0.2}',
+        422,
+        "invalid",
+        "the field alpha once, got it again",
+    ),
+    "long text": (b'{"images": "%s"}' % (b"x" * 2**22), 422, "invalid", "images is 'xxxxxxx"),
+    "texts": (b'{"images": [%s 0]}' % (b'"", ' * 30), 422, "invalid", "6 quotation marks at most, got 62"),
+    "objects": (b'{"images": %s' % (b"{" * 100), 422, "invalid", "1 objects at most, got 101"),
+    "numbers": (b'{"images": [%s 0]}' % (b"0," * 200), 422, "invalid", "which take 50 commas at most, got 200"),
 }
 
 
@@ -94,6 +116,30 @@ def test_bad_json_is_refused_with_a_useful_message(predictor: Predictor, case: s
     message = refused(ask(app, "POST", "/v1/predict", content=body, headers=headers), status, code, match)
     assert len(message) < 400
     assert app.state.service.metrics.own("accepted_total") == 0
+
+
+def test_a_body_of_unknown_names_costs_no_more_than_a_look(predictor: Predictor) -> None:
+    """Eight MiB of names, of one name, of texts and of empty lists: each is refused before the parser builds any of it."""
+    app = create_app(predictor)
+    names = b",".join(b'"%x":0' % k for k in range(750_000))
+    texts, lists = b",".join([b'""'] * 2_500_000), b",".join([b"[]"] * 2_500_000)
+    again = b",".join([b'"alpha":0'] * 750_000)
+    bodies = (b"{%s}" % names, b'{"images":[%s]}' % texts, b'{"images":[%s]}' % lists, b"{%s}" % again)
+    parsed: list[bytes] = []
+    app.state.service.reader.model.model_validate_json = lambda body: parsed.append(body)
+
+    async def all_of_them() -> float:
+        async with client(app) as inner:
+            begin = time.perf_counter()
+            for body in bodies:
+                assert 2**22 < len(body) < 2**23
+                headers = {"content-type": "application/json"}
+                message = refused(await inner.post("/v1/predict", content=body, headers=headers), 422, "invalid")
+                assert len(message) < 200
+            return time.perf_counter() - begin
+
+    assert asyncio.run(all_of_them()) < 2  # the first alone took 7 s where each name became an error of its own
+    assert parsed == []
 
 
 def test_pixels_on_the_border_are_fine(predictor: Predictor) -> None:
@@ -208,7 +254,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "truncated jpeg": (file_of(GREY, "JPEG")[:150], "not a readable image"),
     "no pixels": (png(4, 4), "not a readable image"),
     "bad checksum": (png(4, 4, PIXELS).replace(PIXELS[8:-4], bytes(len(PIXELS) - 12)), "not a readable image"),
-    "bomb by header": (png(50_000, 50_000, PIXELS), "far more pixels than this service reads"),
+    "bomb by header": (png(50_000, 50_000, PIXELS), "far more pixels than are read here"),
     "large by header": (png(9_000, 9_000, PIXELS), "expected an image 4 wide and 4 high, got 9000 x 9000"),
     "bomb of text": (
         png(4, 4, chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(2**27), 9)), PIXELS),
@@ -228,6 +274,68 @@ def test_bad_files_are_refused_cleanly(predictor: Predictor, case: str) -> None:
         refused(response, 422, "invalid", match)
     else:  # 128 MiB of zeros behind a 4 x 4 header: the decoder stops after the sixteen pixels it needs
         assert response.status_code in (200, 422)
+
+
+def scans(width: int, height: int, count: int) -> bytes:
+    """A progressive JPEG whose last scan is there again and again; each is a pass over all pixels."""
+    content = file_of(Image.new("L", (width, height), 128), "JPEG", progressive=True)
+    at = content.rfind(b"\xff\xda")
+    return content[:at] + content[at:-2] * (count + 1 - content.count(b"\xff\xda")) + b"\xff\xd9"
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (scans(4, 4, 65), "expected at most 64 scans"),
+        (scans(4096, 4096, 17), "16777216 pixels in 17 scans are more work than the 268435456 pixels"),
+        (png(4, 4, *[chunk(b"iCCP", b"k\0\0" + zlib.compress(bytes(2**20), 9))] * 257, PIXELS), "256 compressed texts"),
+        (png(4, 4, *[chunk(b"tEXt", b"k\0v")] * 9000, PIXELS), "not a readable image"),
+        (b"\xff\xd8" + b"\xff\xfe\0\2" * 9000 + file_of(GREY, "JPEG")[2:], "not a readable image"),
+        (b"\xff\xd8\xff\xfe\0\2" + b"\0" * 9000 + file_of(GREY, "JPEG")[2:], "not a readable image"),
+    ],
+    ids=["scans", "scans of many pixels", "compressed chunks", "chunks", "segments", "junk"],
+)
+def test_files_that_are_small_and_slow_are_not_decoded(
+    content: bytes, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[object] = []
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: loaded.append(image))
+    with pytest.raises(Problem, match=match):
+        decode(content, (1, 4, 4), "f", "stretch")
+    assert loaded == []
+
+
+def test_usual_progressive_files_and_thumbnails_are_read() -> None:
+    assert decode(scans(4096, 4096, 16), (1, 4, 4), "f", "stretch").shape == (1, 4, 4)
+    assert decode(scans(4, 4, 64), (1, 4, 4), "f").shape == (1, 4, 4)
+    inside = file_of(GREY, "JPEG")
+    exif = b"Exif\0\0" + inside
+    file = inside[:2] + b"\xff\xe1" + struct.pack(">H", 2 + len(exif)) + exif + inside[2:]
+    assert np.array_equal(decode(file, (1, 4, 4), "f"), decode(inside, (1, 4, 4), "f"))
+
+
+def test_the_files_of_one_request_share_its_work(predictor: Predictor) -> None:
+    settings = Settings(resize="stretch", max_pixels=2**12)  # 2**16 pixels in all
+    files = [("images", scans(64, 64, 10))] * 2
+    refused(
+        ask(create_app(predictor, settings), "POST", "/v1/predict", files=files),
+        422,
+        "invalid",
+        "send fewer or smaller",
+    )
+    assert ask(create_app(predictor, settings), "POST", "/v1/predict", files=files[:1]).status_code == 200
+    small = [("images", scans(4, 4, 16))] * 32
+    assert ask(create_app(predictor, settings), "POST", "/v1/predict", files=small).status_code == 200
+
+
+def test_metadata_fills_no_log(recwarn: pytest.WarningsRecorder) -> None:
+    """A directory of a thousand broken tags is a thousand warnings where it is parsed."""
+    tags = b"".join(struct.pack("<HHII", 1 + k, 7, 2**20, 8) for k in range(1000))
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 1000) + tags
+    plain = file_of(GREY, "JPEG").replace(b"JFIF", b"JFIX")
+    file = plain[:2] + b"\xff\xe1" + struct.pack(">H", 2 + len(exif)) + exif + plain[2:]
+    assert decode(file, (1, 4, 4), "f").shape == (1, 4, 4)
+    assert len(recwarn) == 0
 
 
 def test_a_bomb_costs_no_memory() -> None:
@@ -307,6 +415,16 @@ def test_bad_forms_are_refused(
 ) -> None:
     response = ask(create_app(predictor, Settings(max_images=3)), "POST", "/v1/predict", **change)
     refused(response, status, code, match)
+
+
+@pytest.mark.parametrize("charset", ["punycode", "idna", "undefined", "hex", "no-such", "utf-7", "unicode_escape"])
+def test_no_charset_of_a_form_is_a_failure(predictor: Predictor, charset: str) -> None:
+    headers = {"content-type": f"multipart/form-data; boundary=x; charset={charset}"}
+    app = create_app(predictor)
+    for name in (b"xn--a", b"x-999999999", b"images", b"\xff", b"\\u"):
+        part = b'--x\r\ncontent-disposition: form-data; name="%s"\r\n\r\n%s\r\n--x--\r\n' % (name, name)
+        response = ask(app, "POST", "/v1/predict", content=part, headers=headers)
+        assert response.status_code in (400, 422), response.text
 
 
 def test_shapes_that_no_file_has_take_json_only() -> None:

@@ -205,7 +205,7 @@ def test_json_says_where_and_what(place: Path, capsys: pytest.CaptureFixture[str
     logits, labels = read_logits(facts["store"])
     images, truth = toy(IMAGES)
     model = sys.modules["slow_models"].make()
-    noisy = images[:, None] + 0.25 * Stream(0, "test").gaussian(torch.arange(IMAGES), range(DRAWS), images.shape[1:])
+    noisy = Stream(0, "test").noisy(images, torch.arange(IMAGES), range(DRAWS), 0.25)
     want = model(noisy.flatten(0, 1)).view(IMAGES, DRAWS, -1).detach()
     torch.testing.assert_close(logits.float(), want, rtol=2e-3, atol=2e-3)
     assert torch.equal(labels, truth)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import closing
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from keepcover.engine.arrivals import Gathered
+from keepcover.engine.fingerprint import fingerprint
 from keepcover.engine.inputs import Batch
 from keepcover.engine.memory import RememberingSmoother
 from keepcover.engine.progress import Bar
-from keepcover.engine.smoother import Smoother, evaluation_mode, fingerprint
+from keepcover.engine.smoother import Smoother, _held, evaluation_mode
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.noise.stream import Stream
 
@@ -78,11 +80,11 @@ class Recorder:
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64, None])
 def test_noise_does_not_depend_on_the_batch_size(batch_size: int | None) -> None:
-    """The network sees x + sigma * noise(id, draw), bit for bit, image by image and draw by draw."""
+    """The network sees noisy(x, id, draw), bit for bit, image by image and draw by draw."""
     images, ids, stream = toy(9)[0], torch.tensor([4, 17, 0, 2**35, 5, 6, 90, 8, 3]), Stream(3, "test")
     recorder = Recorder()
     Smoother(recorder, 0.25, batch_size=batch_size).logits(images, 5, stream, ids)
-    expected = images[:, None] + 0.25 * stream.gaussian(ids, range(5), SHAPE)
+    expected = stream.noisy(images, ids, range(5), 0.25)
     assert torch.equal(recorder.inputs, expected.flatten(0, 1))
     assert max(len(part) for part in recorder.seen) <= (batch_size or 10**9)
 
@@ -111,10 +113,9 @@ def test_more_draws_extend_fewer(batch_size: int) -> None:
 def test_a_range_of_draws_continues_where_others_ended(batch_size: int, span: range) -> None:
     """The network sees exactly those draws; what is streamed, reduced or remembered is cut the same way."""
     images, stream, recorder = toy(5)[0], Stream(0, "test"), Recorder()
-    noise = stream.gaussian(torch.arange(5), span, SHAPE)
     run = Smoother(recorder, 0.5, batch_size=batch_size)
     found = run.logits(images, span, stream)
-    noisy = images[:, None] + 0.5 * noise
+    noisy = stream.noisy(images, torch.arange(5), span, 0.5)
     assert torch.equal(found, noisy.flatten(2)[..., :3])
     assert torch.equal(recorder.inputs, noisy.flatten(0, 1))
     assert torch.equal(run.reduce(images, span, stream, lambda batch, logits: logits), found)
@@ -302,6 +303,56 @@ def test_train_mode_that_changes_nothing_is_not_warned_about() -> None:
     assert all(flags(model))
     with evaluation_mode(lambda x: x):  # nothing to do for a callable
         pass
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["the same model", "a model around it"])
+def test_the_last_to_leave_puts_the_modes_back(outer: bool) -> None:
+    """Two calls that overlap, whichever ends first; train() between them is heard by neither of those that follow."""
+    model = nearest().train()
+    first = evaluation_mode(nn.Sequential(model, nn.Identity()).eval().train(True) if outer else model)
+    second = evaluation_mode(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not any(flags(model))
+    model.train()
+    with evaluation_mode(model):
+        assert not any(flags(model))
+    assert not any(flags(model))
+    second.__exit__(None, None, None)
+    assert all(flags(model))
+    assert not _held
+
+
+@pytest.mark.filterwarnings("ignore:the model was left in train mode")
+def test_threads_share_a_model_that_was_left_in_train_mode() -> None:
+    """Four threads, calls of many lengths: every answer is that of eval mode, and batch norm has learned nothing."""
+    model, images, stream = network().train(), toy(4)[0], Stream(0, "test")
+    expected = Smoother(network(), 0.2).logits(images, 2, stream)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    start, wrong = threading.Barrier(4), []
+
+    def work(rows: int) -> None:
+        start.wait()
+        for k in range(120):
+            some = 1 + (k + rows) % 4
+            found = Smoother(model, 0.2).logits(images[:some], 2, stream)
+            if not torch.allclose(found, expected[:some], atol=1e-5):
+                wrong.append((rows, k))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(rows,)) for rows in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(flags(model))
 
 
 # -- numerics ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -27,11 +28,12 @@ from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.evaluation.splits import evaluate_methods
 from keepcover.noise.stream import Stream
+from keepcover.sealing import HEADER_MARK, JSON_MARK, seal
 from keepcover.store import Chunk, LogitStore, StoreKey, StoreReader, data_fingerprint, folder, read_logits
 from keepcover.store.grid import Grid
 from keepcover.store.logits_file import read_arrays
 
-from .test_smoothing import SHAPE, network, toy
+from .test_smoothing import network, toy
 
 IMAGES, CLASSES, SIGMA = 23, 3, 0.25
 patient = settings(deadline=None, derandomize=True, max_examples=100)
@@ -59,8 +61,8 @@ GRID = {"chunk_images": 5, "chunk_draws": 4}
 
 def expected(draws: range, seed: int = 0, scale: float = 1.0) -> Tensor:
     """What the store must hold, from the definition: x + sigma * noise(position, draw), rounded to float16."""
-    noise = Stream(seed, "test").gaussian(torch.arange(IMAGES), draws, SHAPE)
-    return ((DATA[0][:, None] + SIGMA * noise).flatten(2)[..., :CLASSES] * scale).half()
+    noisy = Stream(seed, "test").noisy(DATA[0], torch.arange(IMAGES), draws, SIGMA)
+    return (noisy.flatten(2)[..., :CLASSES] * scale).half()
 
 
 def smoother(model: nn.Module | None = None, **options: Any) -> Smoother:
@@ -315,15 +317,19 @@ def test_an_interrupted_store_is_usable_and_ends_as_if_it_had_not_been(
 
 
 def test_leftovers_of_killed_writers_are_swept_up(copy: Path, whole: Path) -> None:
-    """What belongs to a file that is complete; what somebody may still be writing stays."""
-    chunk = Chunk(range(0, 5), range(0, 4))
-    for name in (chunk.name, "index.json"):
-        (copy / f".{name}.0123456789abcdef.tmp").write_bytes(b"half")
-    alien = copy / f".{Chunk(range(0, 5), range(8, 12)).name}.0123456789abcdef.tmp"
-    alien.write_bytes(b"half")
+    """What is a day old has no writer; what is younger may have one, and files of other names are not the store's."""
+    names = [Chunk(range(0, 5), range(0, 4)).name, Chunk(range(0, 5), range(8, 12)).name, "index.json"]
+    stale, fresh = ([copy / f".{name}.{mark}.tmp" for name in names] for mark in ("0123456789abcdef", "f" * 16))
+    alien = copy / ".notes.txt.0123456789abcdef.tmp"
+    for path in (*stale, *fresh, alien):
+        path.write_bytes(b"half")
+    for path in (*stale, alien):
+        os.utime(path, (time.time() - 90_000,) * 2)
     LogitStore.at(copy).fill(smoother(), DATA, 8)
-    assert alien.read_bytes() == b"half"
-    alien.unlink()
+    assert [path for path in stale if path.exists()] == []
+    for path in (*fresh, alien):
+        assert path.read_bytes() == b"half"
+        path.unlink()
     assert content(copy.parent) == content(whole)
 
 
@@ -529,7 +535,110 @@ def test_a_store_that_cannot_fit_is_refused_at_the_first_chunk(tmp_path: Path, m
     assert store.fill(run, DATA, 8).computed == 9
 
 
+def refuse(kind: int) -> Callable[..., Any]:
+    def call(*_: Any, **__: Any) -> Any:
+        raise OSError(kind, os.strerror(kind))
+
+    return call
+
+
+@pytest.mark.parametrize("kind", [errno.EROFS, errno.ENOSPC])
+def test_a_place_that_takes_no_files_is_said_before_any_work(
+    kind: int, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index is there and needs no change, so nothing else would be written before the first chunk is computed."""
+    next(copy.glob("images-*")).unlink()
+    model = Pixels()
+    store = LogitStore.at(copy)
+    store.write_index()
+    monkeypatch.setattr(Path, "write_bytes", refuse(kind))
+    monkeypatch.setattr(folder.tempfile, "TemporaryFile", refuse(kind))
+    said = "the disk is full" if kind == errno.ENOSPC else "Read-only file system"
+    with pytest.raises(InputError, match=rf"cannot write files into .*: {said}.*intact \(9 chunks\)") as caught:
+        store.fill(smoother(model), DATA, 8)
+    assert model.seen == 0
+    assert "\n" not in str(caught.value)
+
+
+def test_a_finished_store_is_read_where_nothing_can_be_written(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("write_bytes", "unlink"):
+        monkeypatch.setattr(Path, name, refuse(errno.EROFS))
+    monkeypatch.setattr(folder.tempfile, "TemporaryFile", refuse(errno.EROFS))
+    store = LogitStore.at(copy)
+    assert store.fill(smoother(), DATA, 8).computed == 0
+    assert torch.equal(store.read(), expected(range(8)))
+
+
+def test_what_cannot_be_deleted_or_listed_is_said_in_one_line(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = LogitStore.at(copy).key
+    with monkeypatch.context() as limited:
+        limited.setattr(Path, "unlink", refuse(errno.EROFS))
+        with pytest.raises(InputError, match=r"cannot delete .*Read-only file system"):
+            LogitStore.open(copy.parent, key, restart=True)
+    with monkeypatch.context() as limited:
+        limited.setattr(Path, "iterdir", refuse(errno.EACCES))
+        for look in (lambda: LogitStore.at(copy), lambda: LogitStore.at(copy.parent)):
+            with pytest.raises(InputError, match=r"cannot list .*Permission denied"):
+                look()
+        with pytest.raises(InputError, match=r"cannot list .*Permission denied"):
+            LogitStore.open(copy.parent, key).fill(smoother(), DATA, 8)
+
+
+def test_damage_that_cannot_be_deleted_is_said_once_the_rest_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(tmp_path, 6)
+    bad = store.folder / Chunk(range(0, 5), range(4, 6)).name
+    bad.write_bytes(b"")
+    honest = Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda self, **o: refuse(errno.EPERM)() if self == bad else honest(self, **o))
+    with pytest.raises(InputError, match=r"cannot delete .*Operation not permitted"):
+        store.fill(smoother(), DATA, 12)
+    monkeypatch.undo()
+    assert LogitStore.at(tmp_path).draws == 12
+    assert '"draws": 12' in (store.folder / "index.json").read_text()
+
+
+@pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "nonsense", '"a"', '{"format": 1, "rows": 3}'])
+def test_sealed_nonsense_is_damage(text: str, copy: Path, whole: Path) -> None:
+    """A checksum that is right does not make sense of what it seals."""
+    chunk = next(copy.glob("images-*"))
+    header = json.dumps({"__metadata__": {"keepcover": text, "other": '"checksum": "' + "0" * 64 + '"'}}).encode()
+    chunk.write_bytes(seal(len(header).to_bytes(8, "little") + header, HEADER_MARK))
+    (copy / "index.json").write_bytes(seal(f'[{text}, {{"checksum": "{"0" * 64}"}}]'.encode(), JSON_MARK))
+    with pytest.warns(UserWarning, match="is damaged"):
+        store = LogitStore.at(copy)
+    assert sorted(store.verify()) == [chunk.name, "index.json"]
+    store.fill(smoother(), DATA, 8)
+    assert content(copy.parent) == content(whole)
+
+
 # -- many writers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_writer_that_finishes_leaves_what_others_are_writing(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the bytes of a temporary file and its name, another process finishes."""
+    honest = Path.write_bytes
+    run = smoother()
+    key = StoreKey.of(run, DATA, 0)
+    store, other = (LogitStore.open(tmp_path, key, **GRID) for _ in range(2))
+    written: list[str] = []
+
+    def meanwhile(self: Path, data: bytes) -> int:
+        size = honest(self, data)
+        with monkeypatch.context() as quiet:
+            quiet.setattr(Path, "write_bytes", honest)
+            other.finish()
+        written.append(self.name)
+        return size
+
+    monkeypatch.setattr(Path, "write_bytes", meanwhile)
+    store.fill(run, DATA, 8)
+    assert len(written) >= 11
+    monkeypatch.undo()
+    assert content(tmp_path) == content(whole)
 
 
 def test_workers_on_one_store_need_no_lock(whole: Path, tmp_path: Path) -> None:
@@ -736,7 +845,8 @@ def test_what_is_no_store_is_refused(tmp_path: Path, whole: Path) -> None:
 def test_the_grid_is_the_stores_until_it_is_restarted(copy: Path) -> None:
     key, root = LogitStore.at(copy).key, copy.parent
     (copy / "notes.txt").write_text("mine")
-    (copy / f".{Chunk(range(5), range(4)).name}.0123456789abcdef.tmp").write_bytes(b"half")
+    half = copy / f".{Chunk(range(5), range(4)).name}.0123456789abcdef.tmp"  # another process may be writing it
+    half.write_bytes(b"half")
     for change in ({"chunk_images": 7}, {"chunk_draws": 3}):
         with pytest.raises(InputError, match="the store was made with"):
             LogitStore.open(root, key, **change)
@@ -744,7 +854,7 @@ def test_the_grid_is_the_stores_until_it_is_restarted(copy: Path) -> None:
             LogitStore.open(root, key, **dict.fromkeys(change, 0))
     assert LogitStore.open(root, key).grid == LogitStore.open(root, key, **GRID).grid == Grid(IMAGES, 5, 4)
     again = LogitStore.open(root, key, chunk_images=23, chunk_draws=3, restart=True)
-    assert [path.name for path in copy.iterdir()] == ["notes.txt"]
+    assert sorted(path.name for path in copy.iterdir()) == [half.name, "notes.txt"]
     assert again.fill(smoother(), DATA, 8).computed == 3
     assert torch.equal(again.read(), expected(range(8)))
 

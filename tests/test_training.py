@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from keepcover.errors import InputError
+from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.training import fit_under_noise
+from keepcover.training.base import padded_bytes
 
 from .test_smoothing import toy
 
@@ -83,6 +85,8 @@ def test_every_step_is_reported() -> None:
     ("changes", "match"),
     [
         ({"images": torch.zeros(0, 1, 4, 4), "labels": torch.zeros(0, dtype=torch.int64)}, "at least one, got 0 and 0"),
+        ({"images": (255 * toy(20)[0]).to(torch.uint8)}, "expected float images in .0, 1., got torch.uint8"),
+        ({"images": torch.full((20, 1, 4, 4), torch.nan)}, "NaN"),
         ({"epochs": 0}, "epoch"),
         ({"batch_size": 0}, "batch size"),
         ({"sigma": -0.1}, "sigma"),
@@ -94,3 +98,19 @@ def test_bad_input_is_refused(changes: dict[str, Any], match: str) -> None:
     request = {"images": images, "labels": labels, "sigma": 0.1, "progress": False, **changes}
     with pytest.raises(InputError, match=match):
         fit_under_noise(fresh(), **request)
+
+
+def test_pixels_that_are_not_in_units_of_sigma_are_warned_of() -> None:
+    """As calibrate does: at 0-255 the noise is 255 times too small, and the training is ordinary training."""
+    images, labels = toy(20)
+    with pytest.warns(KeepcoverWarning, match="images seem to be in 0-255"):
+        fit_under_noise(fresh(), 255 * images, labels, 0.1, epochs=1, progress=False)
+
+
+@pytest.mark.parametrize("change", [lambda x: 255 * x, lambda x: (255 * x).to(torch.uint8), lambda x: 2 * x - 1])
+def test_recipes_keep_pixels_as_bytes_so_others_are_refused(change: Callable[[Tensor], Tensor]) -> None:
+    """Beyond [0, 1] they would wrap around, silently."""
+    images = toy(20)[0].clamp(0, 1)
+    assert padded_bytes(images, 0).float().sub(255 * images).abs().max() <= 0.5
+    with pytest.raises(InputError, match=r"expected float images in \[0, 1\], the units of sigma, got "):
+        padded_bytes(change(images), 0)

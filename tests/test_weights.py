@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from keepcover.engine.smoother import fingerprint
+from keepcover.engine.fingerprint import fingerprint
 from keepcover.errors import InputError
 from keepcover.models import CifarResNet, last_linear, load_head, load_weights
 from keepcover.training.base import Recipe

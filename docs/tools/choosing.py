@@ -60,6 +60,15 @@ def methods(results: Path, size: Size) -> str:
     return f"{table(head, body)}\n\n{facts(rows[0], f'{at(rows[0])}, HPS')}"
 
 
+def forms(results: Path, size: Size) -> str:
+    """The forms of BinCP and CAS beside the exact certificate, all with 64 draws."""
+    rows = json.loads((results / "evaluate-cifar10-64-draws.json").read_text())["rows"]
+    certified = [row for row in rows if row["method"].startswith(("bincp", "cas", "exact", "rcp1"))]
+    ordered = sorted(certified, key=lambda row: row["size"]["mean"])
+    body = [[f"`{r['method']}`{', PTT' * (r['transform'] == 'ptt')}", str(r["draws"]), size(r)] for r in ordered]
+    return f"{table(['method', 'draws per query', 'CIFAR-10, of 10'], body)}\n\n{facts(rows[0], f'{at(rows[0])}, HPS')}"
+
+
 def draws(results: Path, size: Size) -> str:
     """What more evaluations per query buy: the exact certificates, and RSCP+ where it was run."""
     rows, more = rows_of(results, "table1"), rows_of(results, "draws-cifar100")
@@ -97,4 +106,4 @@ def sigma(results: Path, size: Size) -> str:
 
 def sections(results: Path, size: Size) -> dict[str, str]:
     """Name of a section -> its table, for every section of the page."""
-    return {make.__name__: make(results, size) for make in (methods, draws, scores, sigma)}
+    return {make.__name__: make(results, size) for make in (methods, forms, draws, scores, sigma)}

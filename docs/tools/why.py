@@ -7,18 +7,17 @@ from typing import Any
 import numpy as np
 from scipy.stats import norm
 
+from keepcover.pages import plots
+
 ALPHA, R = 0.1, 0.5  # r = epsilon / sigma, as everywhere in these pages
-CLEAN, ATTACKED, LINE = "#0b5d8a", "#c8553d", "#222222"
+CLEAN, ATTACKED, LINE = plots.CERTIFIED, plots.VANILLA, plots.INK
 
 
 def draw() -> Any:
     """Two panels with the same two densities: what lies left of the line is covered."""
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "keepcover", "font.size": 10})
     x = np.linspace(-3.2, 4.2, 400)
     ordinary = norm.ppf(1 - ALPHA)
-    figure, axes = plt.subplots(1, 2, figsize=(8.4, 2.9), sharey=True)
+    figure, axes = plots.subplots(1, 2, figsize=(8.4, 2.9), sharey=True)
     for axis, line, title in zip(
         axes, (ordinary, ordinary + R), ("ordinary threshold", "robust threshold"), strict=True
     ):

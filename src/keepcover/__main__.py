@@ -7,7 +7,9 @@ import warnings
 
 
 def _one_line(message: Warning | str, *_: object, **__: object) -> None:
-    sys.stderr.write(f"warning: {message}\n")
+    from keepcover.cli.console import err
+
+    err.print(f"warning: {message}", highlight=False, soft_wrap=True)
 
 
 def main() -> int:
@@ -17,7 +19,7 @@ def main() -> int:
     except ModuleNotFoundError as missing:
         if (missing.name or "").split(".")[0] not in ("typer", "rich"):
             raise
-        sys.stderr.write("error: the command line needs typer and rich: pip install 'keepcover[cli]'\n")
+        sys.stderr.write("error: the command line needs typer and rich: pip install '.[cli]' in a checkout\n")
         return 2
     warnings.showwarning = _one_line  # where in the code a warning arose helps nobody here
     return run()

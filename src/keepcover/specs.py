@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 
 from keepcover.adapters import ExportedClassifier, OnnxClassifier, from_hugging_face, from_predict_proba
 from keepcover.data import Labelled, cifar, digits, idx, image_folder
+from keepcover.engine.devices import checked_device
 from keepcover.engine.inputs import check_images
 from keepcover.engine.smoother import Classifier
 from keepcover.errors import InputError
 from keepcover.models import CifarResNet, ResNet50, SmallCNN, find_weights, load_head, load_weights
+from keepcover.noise.stream import widened
 from keepcover.prediction.artifact import load, read
 from keepcover.prediction.predictor import Predictor
 from keepcover.store.logits_file import names_in, read_arrays
@@ -40,7 +43,8 @@ def load_model(
     """A model by name, an ``.onnx`` or ``.pt2`` file, a Hugging Face folder, or ``package.module:function``.
 
     A model by name takes weights, a file or a name; ``BASE+HEAD`` puts a conformally trained head on them. The function
-    takes no arguments and returns images -> logits, or an object with ``predict_proba``. ``output`` says what an ONNX file
+    takes no arguments and returns images -> logits, or an object with ``predict_proba``; its module may lie in the current
+    folder. ``output`` says what an ONNX file
     returns, logits or probabilities.
 
     Example:
@@ -51,7 +55,7 @@ def load_model(
     if output != "logits" and suffix != ".onnx":
         raise InputError(f"{output} are for ONNX files; let your function return the logarithm of its probabilities")
     if device is not None:
-        _check_device(device)
+        checked_device(device)
     if spec in MODELS:
         model = MODELS[spec](classes)
         if weights is not None:
@@ -74,14 +78,6 @@ def load_model(
     return _from_function(spec, device)
 
 
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise InputError(f"no device {device!r} here ({reason}); use cpu, or cuda where there is a GPU") from None
-
-
 _ARCHITECTURE = "weights alone are no model: give --model NAME --weights FILE, or a function that builds and loads it"
 _PICKLE = "pickles run code when they are opened, so they are not: give package.module:function, which opens its own"
 _OTHER_FILES = {
@@ -102,10 +98,13 @@ def _from_function(spec: str, device: str | None) -> Classifier:
         raise InputError(
             f"expected a model among {', '.join(MODELS)}, an .onnx or .pt2 file, a Hugging Face folder or package.module:function, got {spec!r}"
         )
+    here = str(Path.cwd())
+    if here not in sys.path:  # as for `python -m`: an installed command alone does not look into the folder it runs in
+        sys.path.insert(0, here)
     try:
         factory = getattr(importlib.import_module(match[1]), match[2])
     except (ImportError, AttributeError) as error:
-        raise InputError(f"cannot find {spec!r}: {error}; is it on PYTHONPATH?") from None
+        raise InputError(f"cannot find {spec!r}: {error}; is it in this folder or on PYTHONPATH?") from None
     made: Any = factory()
     if isinstance(made, nn.Module):
         return made.to(device) if device else made
@@ -126,12 +125,14 @@ def load_predictor(
     device: str | None = None,
     output: str = "logits",
     batch_size: int | None = None,
+    fingerprint: str | None = None,
 ) -> Predictor:
     """A saved predictor with its model, which is named as for :func:`load_model`."""
     classes = read(path)[0]["classes"]
     if model in MODELS and weights is None:
         raise InputError(f"{model} needs --weights FILE: those that the predictor was calibrated with")
-    return load(path, load_model(model, weights, classes, device, output), batch_size=batch_size, device=device)
+    network = load_model(model, weights, classes, device, output)
+    return load(path, network, fingerprint=fingerprint, batch_size=batch_size, device=device)
 
 
 def load_parts(
@@ -152,6 +153,7 @@ def load_parts(
             raise InputError(f"{spec} has an official training part; leave --part out")
         return load_data(spec, folder, "train"), load_data(spec, folder)
     data = take_part(load_data(spec, folder), part or "1/2")
+    data = replace(data, images=data.images.float())  # training promises nothing: the network's own precision will do
     if len(data) < 2:
         raise InputError(f"expected at least 2 examples in that part of {spec}, got {len(data)}")
     train, test = data.split(max(1, 4 * len(data) // 5), -1, seed=seed)
@@ -184,7 +186,7 @@ def load_data(spec: str, folder: str | Path | None = None, part: str = "test") -
         raise InputError(f"expected float images in [0, 1], got {images.dtype}; divide by 255 and save again")
     classes = int(torch.as_tensor(labels).max()) + 1 if len(labels) else 0
     labels = check_labels(labels, len(images), max(classes, 1))
-    return Labelled(Path(spec).stem, images.float(), labels, tuple(f"class {k}" for k in range(classes)))
+    return Labelled(Path(spec).stem, widened(images), labels, tuple(f"class {k}" for k in range(classes)))
 
 
 @dataclass(frozen=True)
@@ -217,9 +219,9 @@ def load_inputs(spec: str, folder: str | Path | None = None, part: str | None = 
 
 def _arrays(path: str, labelled: bool) -> tuple[Tensor, Tensor | None]:
     if not labelled and "labels" not in names_in(path):
-        return check_images(read_arrays(path, "images")[0], first=False).float(), None
+        return check_images(read_arrays(path, "images")[0], first=False), None
     images, labels = read_arrays(path, "images", "labels")
-    return check_images(images, first=False).float(), check_labels(labels, len(images), 2**31)
+    return check_images(images, first=False), check_labels(labels, len(images), 2**31)
 
 
 def take_part(data: Labelled, part: str | None) -> Labelled:

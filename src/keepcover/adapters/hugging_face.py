@@ -73,7 +73,7 @@ def from_hugging_face(
     try:
         from transformers import AutoModelForImageClassification  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise InputError("Hugging Face models need transformers: pip install 'keepcover[hugging-face]'") from None
+        raise InputError("Hugging Face models need transformers: pip install '.[hugging-face]' in a checkout") from None
     if (mean is None) != (std is None):
         raise InputError("expected mean and std together, or neither")
     preprocessor = _preprocessor(folder)

@@ -146,6 +146,11 @@ def _fingerprint(path: Path, output: str, output_name: str | None) -> str:
         raise InputError(f"{path} is not an ONNX model ({error})") from None
     for name in others:
         other = path.parent / name
+        # onnxruntime reads its own memory under a name with stars, and cuts a name at a zero byte.
+        if not name or any(mark in name for mark in "\0*\\"):
+            raise InputError(
+                f"{path} keeps weights in {name!r}, which is no name of a file; save its weights beside it"
+            )
         if not other.resolve().is_relative_to(path.parent.resolve()):
             raise InputError(f"{path} reads {name!r}, outside its own folder; save its weights beside it")
         if not other.is_file():
@@ -160,10 +165,13 @@ def _session(path: Path, device: torch.device) -> Any:
     try:
         import onnxruntime
     except ImportError:
-        raise InputError("ONNX models need onnxruntime: pip install 'keepcover[onnx]'") from None
+        raise InputError("ONNX models need onnxruntime: pip install '.[onnx]' in a checkout") from None
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
+    options.add_session_config_entry(
+        "session.load_model_format", "ONNX"
+    )  # whatever the name ends in: what was read above
     provider: str | tuple[str, dict[str, int]] = "CPUExecutionProvider"
     if device.type != "cpu":
         if device.type != "cuda" or "CUDAExecutionProvider" not in onnxruntime.get_available_providers():

@@ -16,25 +16,16 @@ try:
     from sklearn.base import BaseEstimator, ClassifierMixin, MetaEstimatorMixin, clone
     from sklearn.frozen import FrozenEstimator
     from sklearn.linear_model import LogisticRegression
-    from sklearn.utils import check_random_state
+    from sklearn.pipeline import Pipeline
+    from sklearn.utils import check_random_state, get_tags
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_is_fitted, validate_data
 except ImportError:
-    raise InputError("this adapter needs scikit-learn 1.6 or newer: pip install 'keepcover[sklearn]'") from None
+    raise InputError("this adapter needs scikit-learn 1.6 or newer: pip install '.[sklearn]' in a checkout") from None
 
 
-class _Columns:
-    """``predict_proba`` with one column per class of the data; a class the estimator has not met has probability 0."""
-
-    def __init__(self, estimator: Any, classes: np.ndarray) -> None:
-        self.estimator, self.count = estimator, len(classes)
-        self.columns = np.searchsorted(classes, estimator.classes_)
-
-    def __call__(self, inputs: np.ndarray) -> np.ndarray:
-        probs = self.estimator.predict_proba(inputs)
-        full = np.zeros((len(probs), self.count), dtype=probs.dtype)
-        full[:, self.columns] = probs
-        return full
+# float64 stays as it is: noise must be added before anything is rounded, or an attack can hide in the rounding.
+_FLOATS = [np.float64, np.float32]
 
 
 class RobustSetClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
@@ -42,6 +33,13 @@ class RobustSetClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
 
     ``fit`` splits the data at random: one part trains the estimator on noisy copies, the other calibrates. ``predict`` and
     ``predict_proba`` are the estimator's own, and promise nothing; ``predict_set`` returns the certified sets.
+
+    **Labels** are those of the training part. A calibration row of another label counts as missed by every set, so the
+    promise includes queries of labels that the estimator never met; where these are too many for it, ``fit`` refuses.
+
+    **Pipelines.** Put steps that learn from rows inside: ``RobustSetClassifier(make_pipeline(SelectKBest(), ...))``. A step
+    before this estimator in a pipeline is fitted on the calibration rows too, and the promise does not hold for what it
+    learnt from them; see :func:`predict_set`.
 
     **Units.** ``epsilon`` and ``sigma`` are in the units of the features, as one L2 length over all of them. Bring features
     to one scale before they come here: a scaler inside ``estimator`` comes after the attack, and changes no unit.
@@ -59,7 +57,7 @@ class RobustSetClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
         random_state: makes ``fit`` reproducible. Sets are always drawn with fresh noise, whatever this is.
 
     Attributes:
-        classes_: the labels, in the order of the columns of every output.
+        classes_: the labels the estimator was trained on, in the order of the columns of every output.
         estimator_: the fitted classifier.
         classifier_: it as images -> logits, for :func:`keepcover.load`.
         predictor_: the calibrated :class:`keepcover.Predictor`, with ``save``.
@@ -106,7 +104,7 @@ class RobustSetClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
 
     def fit(self, X: Any, y: Any) -> RobustSetClassifier:
         """Train on one random part of the rows under noise, calibrate on the other."""
-        X, y = validate_data(self, X, y, dtype=np.float32, ensure_min_samples=2)
+        X, y = validate_data(self, X, y, dtype=_FLOATS, ensure_min_samples=2)
         check_classification_targets(y)
         random = check_random_state(self.random_state)
         estimator = LogisticRegression(max_iter=1000) if self.estimator is None else self.estimator
@@ -117,19 +115,17 @@ class RobustSetClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
         order = random.permutation(len(X))  # at random, not stratified: calibration points must be like any other
         if isinstance(estimator, FrozenEstimator):
             self.estimator_, train = estimator, 0
-            self.classes_ = np.unique(np.concatenate([np.asarray(estimator.classes_), y]))
         else:
             train = self._train_size(len(X))
-            self.classes_ = np.unique(y)
             rows = order[:train]
+            if len(np.unique(y[rows])) < 2:
+                raise InputError(f"expected at least 2 classes in the training part, it has 1 class: {y[rows][0]!r}")
             self.estimator_ = self._seeded(clone(estimator), random).fit(*self._noisy(X[rows], y[rows], random))
-        if len(self.classes_) < 2:
-            raise InputError(f"expected at least 2 classes, the data have 1 class: {self.classes_[0]!r}")
+        self.classes_ = np.asarray(self.estimator_.classes_)
         points = order[train:]
-        self.classifier_ = ProbabilityClassifier(
-            _Columns(self.estimator_, self.classes_), state_digest([self.estimator_, self.classes_])
-        )
-        labels = torch.from_numpy(np.searchsorted(self.classes_, y[points]))
+        self.classifier_ = ProbabilityClassifier(self.estimator_.predict_proba, state_digest(self.estimator_))
+        known = {label: column for column, label in enumerate(self.classes_.tolist())}
+        labels = torch.tensor([known.get(label, -1) for label in y[points].tolist()])
         holdout = max(1, min(500, len(points) // 10)) if self.holdout is None else self.holdout
         self.predictor_ = calibrate(
             self.classifier_,
@@ -143,6 +139,7 @@ class RobustSetClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
             score=self.nonconformity,
             holdout=holdout,
             class_names=[str(label) for label in self.classes_],
+            open_labels=True,
             seed=None if self.random_state is None else int(random.randint(2**31)),
             progress=False,
         )
@@ -168,12 +165,12 @@ class RobustSetClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
         if self.copies == 0 or self.sigma == 0:
             return X, y
         repeated = np.repeat(X, self.copies, axis=0)
-        noise = random.standard_normal(repeated.shape).astype(np.float32)
-        return repeated + np.float32(self.sigma) * noise, np.repeat(y, self.copies)
+        noise = self.sigma * random.standard_normal(repeated.shape)
+        return (repeated + noise).astype(X.dtype), np.repeat(y, self.copies)
 
     def _inputs(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
-        inputs: Any = validate_data(self, X, dtype=np.float32, reset=False)
+        inputs: Any = validate_data(self, X, dtype=_FLOATS, reset=False)
         return inputs
 
     def predict(self, X: Any) -> np.ndarray:
@@ -184,7 +181,7 @@ class RobustSetClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
     def predict_proba(self, X: Any) -> np.ndarray:
         """The estimator's probabilities, one column per class."""
         inputs = self._inputs(X)
-        return _Columns(self.estimator_, self.classes_)(inputs)
+        return self.estimator_.predict_proba(inputs)
 
     def predict_set(self, X: Any, *, seed: int | None = None) -> np.ndarray:
         """The certified sets as booleans [n, classes]; ``seed`` is for experiments, it makes the noise guessable."""
@@ -194,3 +191,38 @@ class RobustSetClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
     def predict_set_labels(self, X: Any, *, seed: int | None = None) -> list[np.ndarray]:
         """The certified sets as arrays of labels."""
         return [self.classes_[row] for row in self.predict_set(X, seed=seed)]
+
+
+def predict_set(pipeline: Any, X: Any, *, seed: int | None = None) -> np.ndarray:
+    """The certified sets of a pipeline that ends in a :class:`RobustSetClassifier`, as booleans [n, classes].
+
+    Refuses a pipeline whose earlier steps learnt from the rows that calibrated: selecting features on them can lower a
+    promised 0.9 to 0.8. Steps may learn nothing (``FunctionTransformer``, ``Normalizer``), or come fitted on other
+    data, wrapped in ``sklearn.frozen.FrozenEstimator``. epsilon and sigma are in the units of what the last step gets, so a
+    step that stretches distances stretches the attack with them.
+
+    Example:
+        >>> from sklearn.datasets import load_iris
+        >>> from sklearn.pipeline import make_pipeline
+        >>> from sklearn.preprocessing import FunctionTransformer, StandardScaler
+        >>> X, y = load_iris(return_X_y=True)
+        >>> sets = RobustSetClassifier(alpha=0.2, epsilon=0.1, sigma=0.2, random_state=0)
+        >>> predict_set(make_pipeline(FunctionTransformer(), sets).fit(X, y), X[:2]).shape
+        (2, 3)
+        >>> predict_set(make_pipeline(StandardScaler(), sets).fit(X, y), X[:2])
+        Traceback (most recent call last):
+        ...
+        keepcover.errors.InputError: the step 'standardscaler' was fitted on the rows that calibrate, ...
+    """
+    last: Any = pipeline[-1] if isinstance(pipeline, Pipeline) else None
+    if not isinstance(last, RobustSetClassifier):
+        raise InputError("expected a scikit-learn Pipeline whose last step is a RobustSetClassifier")
+    for name, step in pipeline.steps[:-1]:
+        learns = step not in (None, "passthrough") and not isinstance(step, FrozenEstimator)
+        if learns and get_tags(step).requires_fit:
+            raise InputError(
+                f"the step {name!r} was fitted on the rows that calibrate, so the promise does not hold behind it. Put it "
+                "inside, RobustSetClassifier(make_pipeline(step, classifier)), or fit it on other rows and wrap it in "
+                "FrozenEstimator"
+            )
+    return last.predict_set(pipeline[:-1].transform(X) if len(pipeline) > 1 else X, seed=seed)

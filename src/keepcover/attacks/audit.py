@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -111,7 +111,11 @@ class Audit:
 
 def judge(predictor: Predictor, covered: int, m: int, radius: float) -> tuple[bool, float, str]:
     """Whether 1 - alpha was promised, the p-value of the observed coverage under it, and the verdict."""
-    rule, items = predictor.rule, predictor.rule.read(predictor.items)
+    # What is promised and the noise really drawn, in case the rule's own question says otherwise.
+    (alpha, epsilon), stated = next(iter(predictor.levels)), predictor.rule
+    threat = replace(stated.asked.threat, noise=predictor.noise, epsilon=epsilon)
+    rule = replace(stated, asked=replace(stated.asked, alpha=alpha, threat=threat))
+    items = rule.read(predictor.items)
     promised = radius == 0 or (rule.method.certified and radius <= rule.asked.threat.epsilon * (1 + 1e-9))
     p_value = rule.p_value(covered, m, items.points)
     if promised and not rule.supports(items, float(predictor.threshold.min())):

@@ -17,6 +17,7 @@ from keepcover.cli.console import (
     Device,
     Epsilon,
     Figures,
+    Fingerprint,
     Json,
     ModelOutput,
     ModelSpec,
@@ -50,7 +51,11 @@ def demo(
     """
     from keepcover.demo.demo import ALPHA, ATTACKED, EPSILON, SIGMA, run_demo
     from keepcover.demo.report import write_report
+    from keepcover.files import check_folder
 
+    check_folder(folder, "report.html", "results.json", "predictor.safetensors")
+    if figures is not None:
+        check_folder(figures)
     with err.status("starting") as status:
         result = run_demo(seed, say=lambda text: status.update(text) if err.is_terminal else err.print(text))
     page = write_report(result, folder, figures)
@@ -188,13 +193,17 @@ def evaluate(
     from keepcover.errors import InputError
     from keepcover.evaluation.manifest import manifest, write_results
     from keepcover.evaluation.stored import evaluate_logits
-    from keepcover.prediction.artifact import check_place
+    from keepcover.files import check_folder, check_place
 
     start = time.monotonic()
     if report is not None:
         check_place(report)
     elif figures is not None:
         raise InputError("--figures are those of the page: say where it goes with --report FILE.html")
+    if save is not None:
+        check_folder(save.parent, save.name)
+    if figures is not None:
+        check_folder(figures)
     names = list(method or ["all"])
     names = list(METHODS) if "all" in names else names
     transforms = ("none", "ptt") if transform == "both" else (transform,)
@@ -314,6 +323,7 @@ def audit(
     surrogate_weights: Annotated[
         Path | None, typer.Option(help="Its checkpoint, where it is a built-in model.")
     ] = None,
+    fingerprint: Fingerprint = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -326,9 +336,14 @@ def audit(
     """
     from keepcover.cli.side_by_side import AuditRequest, run_audit, write_audit
     from keepcover.errors import InputError
+    from keepcover.files import check_folder
 
     if figures is not None and folder is None:
         raise InputError("--figures are those of the page: say where it goes with --out FOLDER")
+    if folder is not None:
+        check_folder(folder, "audit.html", "audit.json")
+    if figures is not None:
+        check_folder(figures)
     start = time.monotonic()
     request = AuditRequest(
         model=model,
@@ -354,6 +369,7 @@ def audit(
         surrogate_weights=surrogate_weights,
         part=part,
         output=model_output,
+        fingerprint=fingerprint,
         device=device,
         seed=seed,
     )

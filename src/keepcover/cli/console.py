@@ -6,13 +6,14 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 
 app = typer.Typer(
@@ -22,9 +23,28 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-err = Console(stderr=True)
+# What a terminal obeys instead of showing: control characters, and those that turn the direction of text.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+class Plain(Console):
+    """A console that shows text as it is: names out of a file cannot move the cursor, and brackets are no markup."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else _OBEYED.sub(_spelled, text), style, control)
+
+
+def _spelled(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
+
+
+err = Plain(stderr=True)
 # Where nobody watches (a pipe, a log) a table is as wide as it needs to be.
-out = Console() if sys.stdout.isatty() else Console(width=140)
+out = Plain() if sys.stdout.isatty() else Plain(width=140)
 
 ScoreName = Literal["hps", "aps", "raps"]
 TransformName = Literal["none", "ptt", "both"]
@@ -62,6 +82,12 @@ Part = Annotated[
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; the model's own by default.")]
 Secret = Annotated[
     int | None, typer.Option(help="For experiments: a seed makes the noise guessable. Fresh entropy by default.")
+]
+Fingerprint = Annotated[
+    str | None,
+    typer.Option(
+        help="A string that stands for a model without a fingerprint, the same at calibration and afterwards."
+    ),
 ]
 ClassNames = Annotated[str | None, typer.Option(help="Names separated by commas, or a text file with one per line.")]
 Figures = Annotated[

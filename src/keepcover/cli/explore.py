@@ -12,6 +12,7 @@ import typer
 from keepcover.cli.console import (
     DataDir,
     Device,
+    Fingerprint,
     Json,
     ModelOutput,
     Part,
@@ -61,6 +62,7 @@ def explore(
         int | None, typer.Option(help="Calibration points; 9/20 of the data, at most 2000, by default.")
     ] = None,
     gallery: Annotated[int | None, typer.Option(help="Test images on show, 500 at most by default.")] = None,
+    fingerprint: Fingerprint = None,
     device: Device = None,
     seed: Seed = 0,
     host: Annotated[str, typer.Option(help="Address to listen on; this machine only by default.")] = "127.0.0.1",
@@ -82,7 +84,7 @@ def explore(
         import python_multipart  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise InputError(f"the explorer needs {error.name}: pip install 'keepcover[explore]'") from None
+        raise InputError(f"the explorer needs {error.name}: pip install '.[explore]' in a checkout") from None
     import torch
 
     from keepcover.explore.answers import Explorer
@@ -95,7 +97,20 @@ def explore(
     if saved is None and model is None:
         torch.set_num_threads(1)  # tensors this small cost more to share among threads than to compute
     subject = _subject(
-        saved, model, data, sigma, weights, model_output, data_dir, part, score, calibration, gallery, device, seed
+        saved,
+        model,
+        data,
+        sigma,
+        weights,
+        model_output,
+        data_dir,
+        part,
+        score,
+        calibration,
+        gallery,
+        device,
+        seed,
+        fingerprint,
     )
     explorer = Explorer(
         Lineup(
@@ -138,6 +153,7 @@ def _subject(
     gallery: int | None,
     device: str | None,
     seed: int,
+    fingerprint: str | None,
 ) -> Subject:
     """What the arguments name: the demo, a model with data, or a saved predictor with both."""
     from keepcover.explore.subject import digits_subject, own_subject, saved_subject
@@ -157,7 +173,7 @@ def _subject(
         raise InputError("expected --sigma above 0, the noise that the model was trained for")
     points = take_part(load_data(data, data_dir), part)
     if saved is not None:
-        predictor = load_predictor(saved, model, weights, device, output)
+        predictor = load_predictor(saved, model, weights, device, output, fingerprint=fingerprint)
         return saved_subject(predictor, points, calibration=calibration, gallery=gallery, seed=seed)
     assert sigma is not None
     network = load_model(model, weights, len(points.class_names), device, output)

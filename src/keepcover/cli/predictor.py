@@ -15,6 +15,7 @@ from keepcover.cli.console import (
     DataSpec,
     Device,
     Figures,
+    Fingerprint,
     Json,
     ModelOutput,
     ModelSpec,
@@ -75,6 +76,7 @@ def calibrate(
         int | None, typer.Option(help="Outputs of a built-in model; as many as the data have by default.")
     ] = None,
     class_names: ClassNames = None,
+    fingerprint: Fingerprint = None,
     batch_size: BatchSize = None,
     device: Device = None,
     autocast: Annotated[
@@ -92,7 +94,8 @@ def calibrate(
     """
     import torch
 
-    from keepcover.prediction.artifact import check_place
+    from keepcover.engine.fingerprint import identifier
+    from keepcover.files import check_place
     from keepcover.prediction.calibration import calibrate as run
     from keepcover.specs import MODELS, load_inputs, load_model
 
@@ -105,6 +108,7 @@ def calibrate(
         raise InputError(f"{model} needs --weights FILE: a network that was not trained has nothing to calibrate")
     outputs = classes or (len(names) if names else int(points.labels.max()) + 1 if len(points) else 0)
     network = load_model(model, weights, outputs, device, model_output)
+    identifier(network, fingerprint)  # a model that could not be saved is not calibrated either
     predictor = run(
         network,
         (points.images, points.labels),
@@ -121,6 +125,7 @@ def calibrate(
         randomize=randomize,
         class_names=names,
         seed=seed,
+        fingerprint=fingerprint,
         batch_size=batch_size,
         device=device,
         autocast=getattr(torch, autocast) if autocast else None,
@@ -152,13 +157,9 @@ def calibrate(
         size = f"{level['estimated_size']:.2f} of {predictor.classes} labels"
         out.print(f"estimated size  {size}, on {min(ESTIMATED, len(points))} of these inputs\n", highlight=False)
     out.print(f"predictor       {save}", highlight=False, soft_wrap=True)
-    if predictor.model_fingerprint is None:
-        out.print(
-            "                the model has no fingerprint: another one in its place would not be noticed",
-            highlight=False,
-        )
     given = f"--model {model}" + (f" --weights {weights}" if weights else "")
     given += f" --model-output {model_output}" if model_output != "logits" else ""
+    given += f" --fingerprint {fingerprint}" if fingerprint else ""
     for command in (
         f"predict {save} {given} --data NEW",
         f"report {save} {given} --data LABELLED",
@@ -201,8 +202,10 @@ def predict(
     ] = False,
     to: Annotated[Path | None, typer.Option("--out", help="Write the rows to this file instead of the screen.")] = None,
     form: Annotated[
-        Literal["jsonl", "csv"] | None, typer.Option("--format", help="jsonl by default, csv for a file of that name.")
+        Literal["jsonl", "csv"] | None,
+        typer.Option("--format", help="By the ending of the file: .jsonl or .csv; jsonl on the screen."),
     ] = None,
+    fingerprint: Fingerprint = None,
     device: Device = None,
     batch_size: BatchSize = None,
     seed: Secret = None,
@@ -213,17 +216,17 @@ def predict(
     Rows go to the screen, or to `--out` as a whole. Where the data have labels, coverage is measured too. The summary goes
     to stderr when the rows are on the screen; `--json` prints it, rows included unless they went to a file.
     """
-    from keepcover.prediction.artifact import check_place, write_atomically
+    from keepcover.files import check_place, write_file
     from keepcover.specs import load_inputs, load_predictor
-    from keepcover.tasks.set_rows import set_rows, write_rows
+    from keepcover.tasks.set_rows import format_of, set_rows, write_rows
 
     if to is not None:
         check_place(to)
-    predictor = load_predictor(saved, model, weights, device, model_output, batch_size)
+    rows_as = form or format_of(to)
+    predictor = load_predictor(saved, model, weights, device, model_output, batch_size, fingerprint)
     inputs = load_inputs(data, data_dir, part)
     sets = _sets(predictor, inputs, alpha, epsilon, nested, seed, early_exit)
     index = inputs.rows.tolist()
-    form = form or ("csv" if to is not None and to.suffix.lower() == ".csv" else "jsonl")
     summary: dict[str, Any] = {
         "images": len(sets),
         "mean_size": float(sets.size.double().mean()),
@@ -235,7 +238,7 @@ def predict(
     }
     lines = [
         str(sets.guarantee),
-        f"{len(sets)} sets, mean size {summary['mean_size']:.2f}, {summary['trivial']} trivial",
+        f"{len(sets)} sets, mean size {summary['mean_size']:.2f}, {summary['trivial']} trivial, {summary['empty']} empty",
     ]
     if sets.draws_used is not None:
         summary["mean_draws"] = float(sets.draws_used.double().mean())
@@ -245,13 +248,13 @@ def predict(
         summary["coverage"] = coverage.__dict__
         lines.append(f"coverage {coverage} on the labels in the data, attacked by nobody")
     if to is not None:
-        write_atomically(to, write_rows(sets, form, index).encode())
+        write_file(to, write_rows(sets, rows_as, index).encode())
         lines.append(f"rows     {to}")
     if as_json:
         print_json(summary if to is not None else {**summary, "rows": list(set_rows(sets, index))})
         return
     if to is None:
-        sys.stdout.write(write_rows(sets, form, index))
+        sys.stdout.write(write_rows(sets, rows_as, index))
     for line in lines:
         (err if to is None else out).print(line, highlight=False, soft_wrap=True, markup=False)
 
@@ -288,21 +291,24 @@ def report(
     epsilon: LevelEpsilon = None,
     to: Annotated[Path, typer.Option("--out", help="The page.")] = Path("report.html"),
     figures: Figures = None,
+    fingerprint: Fingerprint = None,
     device: Device = None,
     batch_size: BatchSize = None,
     seed: Secret = None,
     as_json: Json = False,
 ) -> None:
     """One self-contained page on a saved predictor and labelled data: promise, curves, sizes, classes, examples, cost, origin."""
-    from keepcover.engine.smoother import fingerprint
+    from keepcover.engine.fingerprint import fingerprint as file_digest
+    from keepcover.files import check_folder, check_place
     from keepcover.pages.predictor_page import predictor_page
-    from keepcover.prediction.artifact import check_place
     from keepcover.specs import load_inputs, load_predictor
     from keepcover.store.key import data_fingerprint
     from keepcover.tasks.metrics import check_labels
 
     check_place(to)
-    predictor = load_predictor(saved, model, weights, device, model_output, batch_size)
+    if figures is not None:
+        check_folder(figures)
+    predictor = load_predictor(saved, model, weights, device, model_output, batch_size, fingerprint)
     promise = predictor.guarantee_for(alpha, epsilon)
     inputs = load_inputs(data, data_dir, part, labelled=True)
     assert inputs.labels is not None
@@ -313,7 +319,7 @@ def report(
     origin = {
         "test data": f"{inputs.name}, {f'part {part}' if part else 'all of it'}, {len(inputs)} inputs",
         "test data fingerprint": data_fingerprint((inputs.images, labels)),
-        "predictor": f"{saved.name}, SHA-256 {fingerprint(saved)}",
+        "predictor": f"{saved.name}, SHA-256 {file_digest(saved)}",
         "noise": "fresh from the operating system"
         if seed is None
         else f"seed {seed}: for experiments, it can be guessed",
@@ -338,14 +344,14 @@ def show(saved: Saved, as_json: Json = False) -> None:
 
     Needs no model: every threshold is computed again from the scores in the file.
     """
+    from keepcover.engine.fingerprint import fingerprint as file_digest
     from keepcover.engine.inputs import InputRange
-    from keepcover.engine.smoother import fingerprint
     from keepcover.prediction.artifact import promises, read
 
     manifest, tensors = read(saved)
     levels = promises(saved, manifest, tensors)
     if as_json:
-        print_json({"file": str(saved), "sha256": fingerprint(saved), **manifest})
+        print_json({"file": str(saved), "sha256": file_digest(saved), **manifest})
         return
     for entry in manifest["levels"]:
         out.print(entry["guarantee"]["statement"], highlight=False, soft_wrap=True)
@@ -375,12 +381,12 @@ def show(saved: Saved, as_json: Json = False) -> None:
     more = ", ..." if names and len(names) > 20 else ""
     known = {
         "classes": f"{manifest['classes']}" + (f": {', '.join(names[:20])}" if names else "") + more,
-        "inputs": "unknown" if seen is None else str(InputRange.from_dict(seen)),
+        "inputs": str(InputRange.from_dict(seen)),
         "calibration": f"{len(tensors['calibration'])} points, holdout {manifest['holdout_size']}",
         "numerics": ", ".join(f"{key} {value}" for key, value in manifest["numerics"].items()),
-        "fingerprint": manifest["model_fingerprint"] or "none: another model in its place would not be noticed",
+        "fingerprint": manifest["model_fingerprint"],
         **manifest["provenance"],
-        "file": f"{saved}, format {manifest['format']}, SHA-256 {fingerprint(saved)}",
+        "file": f"{saved}, format {manifest['format']}, SHA-256 {file_digest(saved)}",
     }
     out.print("")
     for key, value in known.items():

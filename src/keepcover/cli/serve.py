@@ -36,7 +36,7 @@ def serve(
     batch_wait_ms: Annotated[float, typer.Option(help="How long a lone request waits for company.")] = 2.0,
     max_queue: Annotated[int, typer.Option(help="Images that may wait; beyond it 503 with Retry-After.")] = 256,
     max_body_mib: Annotated[float, typer.Option(help="Size of one request body, in MiB.")] = 8.0,
-    timeout: Annotated[float, typer.Option(help="Seconds from acceptance to answer.")] = 30.0,
+    timeout: Annotated[float, typer.Option(help="Seconds from the arrival of the body to the answer.")] = 30.0,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds to answer what was accepted, after SIGTERM.")] = 30.0,
     resize: Annotated[
         Resize, typer.Option(help="Image files of another size; resizing changes what epsilon means.")
@@ -49,7 +49,7 @@ def serve(
     ] = None,
     repeat_window: Annotated[float, typer.Option(help="Seconds of that window.")] = 60.0,
     trusted_proxies: Annotated[
-        str | None, typer.Option(help="Addresses whose X-Forwarded-For is believed, comma separated.")
+        str | None, typer.Option(help="Addresses and networks whose X-Forwarded-For is believed, comma separated.")
     ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Logs are JSON lines on stderr.")] = "info",
     check: Annotated[
@@ -100,7 +100,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def _token(path: Path | None) -> str | None:
     if path is None:
-        return os.environ.get("KEEPCOVER_TOKEN") or None
+        return os.environ.get("KEEPCOVER_TOKEN")  # set and empty is a mistake, and refused: it must not mean open
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

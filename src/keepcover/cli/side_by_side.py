@@ -18,8 +18,9 @@ from keepcover.data import Labelled
 from keepcover.engine.smoother import Classifier
 from keepcover.errors import InputError
 from keepcover.evaluation.manifest import manifest
+from keepcover.files import make_folder, write_file
 from keepcover.methods import get_method
-from keepcover.prediction.artifact import load, make_folder, read, write_atomically
+from keepcover.prediction.artifact import load, read
 from keepcover.prediction.calibration import calibrate
 from keepcover.prediction.predictor import Predictor
 from keepcover.specs import load_data, load_model, take_part
@@ -53,6 +54,7 @@ class AuditRequest:
     surrogate_weights: str | Path | None = None
     part: str | None = None
     output: str = "logits"
+    fingerprint: str | None = None
     device: str | None = None
     seed: int = 0
 
@@ -65,7 +67,11 @@ def run_audit(request: AuditRequest, say: Callable[[str], None] = print) -> Audi
     if request.model == "small-cnn" and request.weights is None:
         model, data = _trained(request, data, say)
     if request.predictor is not None:
-        predictors = {request.predictor.stem: load(request.predictor, model, device=request.device)}
+        predictors = {
+            request.predictor.stem: load(
+                request.predictor, model, fingerprint=request.fingerprint, device=request.device
+            )
+        }
         (test,) = data.split(-1, seed=request.seed)  # files are often sorted by class; a prefix of them is no sample
     else:
         predictors, test = _calibrated(request, model, data, say)
@@ -184,7 +190,7 @@ def write_audit(
     about = manifest("keepcover audit", config, seconds)
     page = _page(request, audit, seconds)
     make_folder(folder)
-    write_atomically(folder / "audit.json", json.dumps({**audit.to_dict(), "manifest": about}, indent=1).encode())
+    write_file(folder / "audit.json", json.dumps({**audit.to_dict(), "manifest": about}, indent=1).encode())
     return page.write(folder / "audit.html", figures)
 
 
@@ -197,6 +203,7 @@ def _page(request: AuditRequest, audit: Audit, seconds: float) -> Any:
         attack_figures,
         audit_examples,
         audit_section,
+        conclusion,
         curve_words,
         hardware,
         methods_table,
@@ -215,6 +222,7 @@ def _page(request: AuditRequest, audit: Audit, seconds: float) -> Any:
         f"{Path(request.data).name}, {len(audit.images)} attacked images, {request.steps} L2 steps, {request.attack_draws} attacker "
         f"draws, seed {request.seed}, {hardware()}",
         str(promise),
+        conclusion=conclusion(rows, first.alpha, radius),
     )
     pictures = attack_figures(rows, first.alpha, radius)
     if len(radii) > 1:
@@ -225,9 +233,11 @@ def _page(request: AuditRequest, audit: Audit, seconds: float) -> Any:
             )
             for row in rows
         }
-        drawing = plots.coverage_curves(curves, first.alpha, {row["name"]: row["certified"] for row in rows})
-        words = f"Coverage by attack radius. {curve_words(curves, '.3f')}."
-        pictures.append(Figure("coverage-by-radius", drawing, "Coverage by attack radius; dotted, the promise.", words))
+        for number, group in enumerate(plots.in_groups(curves), 1):
+            drawing = plots.coverage_curves(group, first.alpha, {row["name"]: row["certified"] for row in rows})
+            words = f"Coverage by attack radius. {curve_words(group, '.3f')}."
+            name = "coverage-by-radius" if number == 1 else f"coverage-by-radius-{number}"
+            pictures.append(Figure(name, drawing, "Coverage by attack radius; dotted, the promise.", words))
     note = "Coverage with 95 % Clopper-Pearson intervals; attacked numbers are those of the worst attack."
     page.sections.append(
         Section("Clean and attacked", f"Attacked within L2 {radius:g}.", methods_table(rows), pictures, note=note)

@@ -58,16 +58,6 @@ def _network(model: str, weights: str | None, classes: int) -> Any:
     return network
 
 
-def _check_device(device: str) -> None:
-    import torch
-
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"cannot compute on device {device!r} ({reason}); try --device cpu") from None
-
-
 def _say(text: str) -> None:
     err.print(text, highlight=False, soft_wrap=True)
 
@@ -101,10 +91,11 @@ def base(
     """
     import torch
 
+    from keepcover.engine.devices import checked_device
     from keepcover.specs import load_parts
     from keepcover.training.base import Recipe, train_base
 
-    _check_device(device)
+    checked_device(device)
     training, test = load_parts(data, data_dir, part, seed)
     recipe = Recipe(
         sigma, epochs, batch_size, lr, warmup_epochs=min(2, epochs - 1), seed=seed, **_augmentation(training, pad, flip)
@@ -171,12 +162,13 @@ def _conformal(kind: str) -> Any:
         seed: Seed = 0,
         as_json: Json = False,
     ) -> None:
+        from keepcover.engine.devices import checked_device
         from keepcover.models import find_weights
         from keepcover.specs import MODELS, load_parts
         from keepcover.training.heads import PRESETS
         from keepcover.training.run import ConformalRequest, train_conformal
 
-        _check_device(device)
+        checked_device(device)
         if model in MODELS:
             if weights is None:
                 raise InputError(f"a last layer is trained over a trained {model}: give its --weights")

@@ -84,7 +84,7 @@ def _from_archive(name: str, path: Path, part: str, verify: bool) -> Iterator[Ro
         sums = [source.files[0].md5 for source in SOURCES[name].values()]
         if found not in sums:
             of_same_name = [s.files[0].md5 for s in SOURCES[name].values() if s.files[0].name == path.name]
-            check_md5(path, (of_same_name or sums)[0])
+            check_md5(path, found, (of_same_name or sums)[0])
     wanted = {
         form: [f"{source.folder}/{file}" for file in _files(name, form, part)] for form, source in SOURCES[name].items()
     }

@@ -23,7 +23,7 @@ def pillow() -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise InputError("image files are decoded by Pillow: pip install 'keepcover[images]'") from None
+        raise InputError("image files are decoded by Pillow: pip install '.[images]' in a checkout") from None
     return Image
 
 

@@ -22,7 +22,7 @@ def digits() -> Labelled:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise InputError("the digits come with scikit-learn: pip install 'keepcover[demo]'") from None
+        raise InputError("the digits come with scikit-learn: pip install '.[demo]' in a checkout") from None
     raw: Any = load_digits()
     images = torch.tensor(raw.images, dtype=torch.float32)[:, None] / 16
     return Labelled("digits", images, torch.tensor(raw.target).long(), DIGIT_CLASSES)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
-from keepcover.data.known import SOURCES, File, md5_of, owner_of, source_of
+from keepcover.data.known import SOURCES, File, md5_of, official_md5, owner_of, source_of
 from keepcover.engine.progress import Bar, Report
 from keepcover.errors import InputError
-from keepcover.files import make_folder
+from keepcover.files import check_place, make_folder, target
 
 CHUNK = 1 << 18
 CONNECTIONS = 20  # a download that drops more often than this is left to the user
@@ -48,8 +48,9 @@ def download(
     places = source.places(Path(folder))
     for file, place in zip(source.files, places):
         make_folder(place.parent)
-        if not (place.is_file() and md5_of(place) == file.md5):
-            _Download(urljoin(address, file.name), place, file, timeout, progress).run()
+        if not (place.is_file() and _state(place, file) == "verified"):
+            check_place(place)
+            _Download(urljoin(address, file.name), target(place), file, timeout, progress).run()
     return places
 
 
@@ -177,9 +178,8 @@ def inventory(name: str, folder: str | Path) -> list[Found]:
         expected = [(file, home) for file in source.files for home in ([homes[-1]] if source.inside else homes)]
         expected += [(file, home) for file in source.inside for home in homes]
         for file, home in expected:
-            path = home / file.name
-            if path.is_file():
-                found.append(Found(path, form, _state(path, file)))
+            paths = [home / name for name in file.names if (home / name).is_file()]
+            found += [Found(path, form, _state(path, file)) for path in paths]
             if (part := home / f"{file.name}.part").is_file():
                 found.append(Found(part, form, "unfinished"))
     return found
@@ -192,14 +192,15 @@ def complete_forms(name: str, found: list[Found]) -> list[str]:
         form
         for form, source in SOURCES[name].items()
         if any(
-            files and all((form, file.name) in verified for file in files) for files in (source.files, source.inside)
+            files and all(any((form, name) in verified for name in file.names) for file in files)
+            for files in (source.files, source.inside)
         )
     ]
 
 
 def _state(path: Path, file: File) -> str:
-    md5 = md5_of(path)
-    if md5 == file.md5:
+    found, expected = official_md5(path, file)
+    if found == expected:
         return "verified"
-    owner = owner_of(md5)
+    owner = owner_of(found)
     return f"this is {owner}" if owner else "damaged"

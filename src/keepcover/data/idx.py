@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import zlib
 from pathlib import Path
 
@@ -25,17 +26,17 @@ def idx(name: str, folder: str | Path, part: str = "test", verify: bool = True) 
         folder: holds the four official files (``t10k-images-idx3-ubyte.gz``, ...), with or without ``.gz``, or a folder
             ``mnist`` or ``fashion-mnist`` of them, or torchvision's ``MNIST/raw`` or ``FashionMNIST/raw``.
         part: ``train`` or ``test``.
-        verify: compare the MD5 sums of compressed files with the official ones. The two datasets name their files alike, and
-            for files that are not compressed there is no telling which dataset they are of.
+        verify: compare the MD5 sums of what the files hold with the official ones, however they are compressed. The two
+            datasets name their files alike; their sums tell them apart.
     """
     if name not in ("mnist", "fashion-mnist") or part not in ("train", "test"):
         raise InputError(f"expected mnist or fashion-mnist and train or test, got {name!r} and {part!r}")
     files = SOURCES[name]["binary"].files[slice(0, 2) if part == "train" else slice(2, 4)]
     paths = [_find(name, Path(folder), file) for file in files]
-    for path, file in zip(paths, files):
-        if verify and path.suffix == ".gz":
-            check_md5(path, file.md5)
-    images, labels = _read(paths[0], 3), _read(paths[1], 1)
+    images, labels = (
+        _read(path, dimensions, file.content if verify else None)
+        for path, dimensions, file in zip(paths, (3, 1), files)
+    )
     if len(images) != len(labels):
         raise InputError(
             f"{paths[0]} has {len(images)} images, {paths[1]} has {len(labels)} labels; download them again"
@@ -48,7 +49,7 @@ def idx(name: str, folder: str | Path, part: str = "test", verify: bool = True) 
 
 def _find(name: str, root: Path, file: File) -> Path:
     for folder in SOURCES[name]["binary"].homes(root):
-        for spelled in (file.name, file.name.removesuffix(".gz")):
+        for spelled in file.names:
             if (folder / spelled).is_file():
                 return folder / spelled
     raise InputError(
@@ -56,8 +57,11 @@ def _find(name: str, root: Path, file: File) -> Path:
     )
 
 
-def _read(path: Path, dimensions: int) -> np.ndarray:
-    """A uint8 array; its header says 0, 0, 8 (unsigned bytes), the number of dimensions, and their sizes."""
+def _read(path: Path, dimensions: int, md5: str | None) -> np.ndarray:
+    """A uint8 array; its header says 0, 0, 8 (unsigned bytes), the number of dimensions, and their sizes.
+
+    ``md5`` is the sum that header and values should have.
+    """
     head = 4 + 4 * dimensions
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
@@ -79,4 +83,6 @@ def _read(path: Path, dimensions: int) -> np.ndarray:
     if len(content) != size:
         more = "more" if len(content) > size else f"{len(content)}"
         raise InputError(f"{path} says it holds {size} values and has {more}; download it again")
+    if md5 is not None:
+        check_md5(path, hashlib.md5(header + content, usedforsecurity=False).hexdigest(), md5)
     return np.frombuffer(content, np.uint8).reshape(shape).copy()

@@ -73,8 +73,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         self.class_names = tuple(folders) if names is None else _read_names(names, folders)
         self._files: list[tuple[str, int]] = []  # path under the root, bytes
         counts = []
+        seen = {_identity(root.stat()): "."}
         for folder in folders:
-            listed = sorted(_images_in(root, folder, (_identity(root.stat()),)))
+            listed = sorted(_images_in(root, folder, seen))
             if not listed:
                 raise InputError(f"{root / folder} holds no images; remove it, or put images of that class there")
             self._files += listed
@@ -212,21 +213,30 @@ def _class_folders(root: Path) -> list[str]:
     return folders
 
 
-def _images_in(root: Path, folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, int]]:
-    """Every image below a folder, with its size in bytes; ``above`` are the folders on the way, to notice a link back."""
-    here = _identity((root / folder).stat())
-    if here in above:
-        raise InputError(f"{root / folder} is a link to a folder above it, so the images never end; remove the link")
-    for name, found in _entries(root / folder):
-        relative = f"{folder}/{name}"
-        if stat.S_ISDIR(found.st_mode):
-            yield from _images_in(root, relative, (*above, here))
-        elif stat.S_ISREG(found.st_mode) and relative.lower().endswith(SUFFIXES):
-            yield relative, found.st_size
-        else:
+def _images_in(root: Path, folder: str, seen: dict[tuple[int, int], str]) -> Iterator[tuple[str, int]]:
+    """Every image below a folder, with its size in bytes.
+
+    ``seen`` are the folders listed so far. Each is listed once: links would else let a few folders hold images without end,
+    or a power of two of them.
+    """
+    todo = [folder]
+    while todo:
+        here = todo.pop()
+        earlier = seen.setdefault(_identity((root / here).stat()), here)
+        if earlier != here:
             raise InputError(
-                f"{root / relative} is no image: expected files that end in {', '.join(SUFFIXES)}; move it elsewhere"
+                f"{root / here} is a link to {root / earlier}, so its images would come twice or never end; remove the link"
             )
+        for name, found in _entries(root / here):
+            relative = f"{here}/{name}"
+            if stat.S_ISDIR(found.st_mode):
+                todo.append(relative)
+            elif stat.S_ISREG(found.st_mode) and relative.lower().endswith(SUFFIXES):
+                yield relative, found.st_size
+            else:
+                raise InputError(
+                    f"{root / relative} is no image: expected files that end in {', '.join(SUFFIXES)}; move it elsewhere"
+                )
 
 
 def _read_names(path: Path, folders: list[str]) -> tuple[str, ...]:
@@ -234,7 +244,7 @@ def _read_names(path: Path, folders: list[str]) -> tuple[str, ...]:
     try:
         text = path.read_text(encoding="utf-8")
         listed = json.loads(text) if path.suffix == ".json" else _pairs(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read the names of classes in {path} ({error})") from None
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise InputError(f"{path}: expected a JSON object that maps folders to names")

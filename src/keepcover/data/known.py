@@ -6,7 +6,9 @@ forger, which is why nothing is ever unpickled or extracted either.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +44,12 @@ class File:
     name: str
     md5: str
     size: int = 0  # bytes, of what is downloaded
+    content: str = ""  # MD5 sum of what a compressed file holds: the same however it was compressed
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it may be called: a single compressed file may have been unpacked."""
+        return (self.name, self.name.removesuffix(".gz")) if self.content else (self.name,)
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,8 @@ class Source:
         """The folders in which files may lie, the most likely one first; ``root`` may be that folder itself."""
         return [root / folder for folder in (self.folder, self.also) if folder] + [root]
 
+
+_MOST = 2**26  # bytes that a single compressed file may hold; the largest official one holds 47 million
 
 _TORONTO = "https://www.cs.toronto.edu/~kriz/"
 
@@ -120,10 +130,30 @@ SOURCES: dict[str, dict[str, Source]] = {
             "https://ossci-datasets.s3.amazonaws.com/mnist/",
             "mnist",
             (
-                File("train-images-idx3-ubyte.gz", "f68b3c2dcbeaaa9fbdd348bbdeb94873", 9_912_422),
-                File("train-labels-idx1-ubyte.gz", "d53e105ee54ea40749a09fcbcd1e9432", 28_881),
-                File("t10k-images-idx3-ubyte.gz", "9fb629c4189551a2d022fa330f9573f3", 1_648_877),
-                File("t10k-labels-idx1-ubyte.gz", "ec29112dd5afa0611ce80d1b7f02629c", 4_542),
+                File(
+                    "train-images-idx3-ubyte.gz",
+                    "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+                    9_912_422,
+                    "6bbc9ace898e44ae57da46a324031adb",
+                ),
+                File(
+                    "train-labels-idx1-ubyte.gz",
+                    "d53e105ee54ea40749a09fcbcd1e9432",
+                    28_881,
+                    "a25bea736e30d166cdddb491f175f624",
+                ),
+                File(
+                    "t10k-images-idx3-ubyte.gz",
+                    "9fb629c4189551a2d022fa330f9573f3",
+                    1_648_877,
+                    "2646ac647ad5339dbf082846283269ea",
+                ),
+                File(
+                    "t10k-labels-idx1-ubyte.gz",
+                    "ec29112dd5afa0611ce80d1b7f02629c",
+                    4_542,
+                    "27ae3e4e09519cfbb04c329615203637",
+                ),
             ),
             also="MNIST/raw",
         )
@@ -133,10 +163,30 @@ SOURCES: dict[str, dict[str, Source]] = {
             "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
             "fashion-mnist",
             (
-                File("train-images-idx3-ubyte.gz", "8d4fb7e6c68d591d4c3dfef9ec88bf0d", 26_421_880),
-                File("train-labels-idx1-ubyte.gz", "25c81989df183df01b3e8a0aad5dffbe", 29_515),
-                File("t10k-images-idx3-ubyte.gz", "bef4ecab320f06d8554ea6380940ec79", 4_422_102),
-                File("t10k-labels-idx1-ubyte.gz", "bb300cfdad3c16e7a12a480ee83cd310", 5_148),
+                File(
+                    "train-images-idx3-ubyte.gz",
+                    "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+                    26_421_880,
+                    "f4a8712d7a061bf5bd6d2ca38dc4d50a",
+                ),
+                File(
+                    "train-labels-idx1-ubyte.gz",
+                    "25c81989df183df01b3e8a0aad5dffbe",
+                    29_515,
+                    "9018921c3c673c538a1fc5bad174d6f9",
+                ),
+                File(
+                    "t10k-images-idx3-ubyte.gz",
+                    "bef4ecab320f06d8554ea6380940ec79",
+                    4_422_102,
+                    "8181f5470baa50b63fa0f6fddb340f0a",
+                ),
+                File(
+                    "t10k-labels-idx1-ubyte.gz",
+                    "bb300cfdad3c16e7a12a480ee83cd310",
+                    5_148,
+                    "15d484375f8d13e6eb1aabb0c3f46965",
+                ),
             ),
             also="FashionMNIST/raw",
         )
@@ -166,23 +216,34 @@ def md5_of(path: Path) -> str:
         return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
+def official_md5(path: Path, file: File) -> tuple[str, str]:
+    """The sum that says whether this is the official file, and what it should be: that of the content where it is known."""
+    if not file.content:
+        return md5_of(path), file.md5
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            digest = hashlib.md5(stream.read(_MOST), usedforsecurity=False)
+            return digest.hexdigest() if not stream.read(1) else "", file.content
+    except (OSError, EOFError, zlib.error):
+        return "", file.content
+
+
 def owner_of(md5: str) -> str | None:
     """Which official file has this sum: to say what a file is when it is not what was asked for."""
     for name, forms in SOURCES.items():
         for source in forms.values():
             for file in (*source.files, *source.inside):
-                if file.md5 == md5:
+                if md5 in (file.md5, file.content or file.md5):
                     return f"{file.name} of {name}"
     return None
 
 
-def check_md5(path: Path, expected: str) -> None:
+def check_md5(path: Path, found: str, expected: str) -> None:
     """Refuse a file that is not the official one."""
-    found = md5_of(path)
     if found != expected:
         other = owner_of(found)
         what = f"it is {other}" if other else "it is damaged or was made by someone else"
         raise InputError(
-            f"{path} has the MD5 sum {found}, the official file has {expected}: {what}. Download it again, or pass "
-            "verify=False if you made it yourself"
+            f"{path} has the MD5 sum {found}, the official file has {expected}: {what}. Download it again; in Python, "
+            "verify=False reads a file that you made yourself"
         )

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from keepcover.demo.demo import ALPHA, ATTACKED, ENTRIES, EPSILON, RADII, SIGMA, DemoResult
-from keepcover.files import make_folder, write_atomically
+from keepcover.files import make_folder, write_file
 from keepcover.pages import plots
 from keepcover.pages.predictor_page import facts
 from keepcover.pages.report import (
@@ -16,6 +16,7 @@ from keepcover.pages.report import (
     attack_figures,
     audit_examples,
     audit_section,
+    conclusion,
     curve_words,
     hardware,
     methods_table,
@@ -34,7 +35,10 @@ def write_report(result: DemoResult, folder: Path, figures: Path | None = None) 
         "keepcover on handwritten digits",
         f"seed {result.seed}, {len(result.data)} images of 8 x 8 pixels in [0, 1], {hardware()}, {result.seconds:.0f} s",
         str(best.guarantee),
+        conclusion=conclusion(rows, ALPHA, EPSILON),
     )
+    groups = plots.in_groups(result.curves)
+    top = 1.05 * max(point[1] for points in result.curves.values() for point in points)
     page.sections.append(
         Section(
             "Every method, clean and attacked",
@@ -53,11 +57,12 @@ def write_report(result: DemoResult, folder: Path, figures: Path | None = None) 
             "Mean set size on clean test images as the promised radius grows.",
             figures=[
                 Figure(
-                    "size-by-epsilon",
-                    plots.size_curves(result.curves, 10, certified),
-                    "Mean set size against epsilon.",
-                    f"Mean set size against epsilon. {curve_words(result.curves)}.",
+                    f"size-by-epsilon-{number}",
+                    plots.size_curves(group, 10, certified, top),
+                    f"Mean set size against epsilon, {number} of {len(groups)}.",
+                    f"Mean set size against epsilon. {curve_words(group)}.",
                 )
+                for number, group in enumerate(groups, 1)
             ],
             note=f"Radii {', '.join(f'{r:g}' for r in sorted(RADII))}; each predictor answers for all of them from one pass.",
         )
@@ -94,5 +99,5 @@ def write_report(result: DemoResult, folder: Path, figures: Path | None = None) 
         )
     )
     best.save(folder / "predictor.safetensors")
-    write_atomically(folder / "results.json", json.dumps(result.to_dict(), indent=1).encode())
+    write_file(folder / "results.json", json.dumps(result.to_dict(), indent=1).encode())
     return page.write(folder / "report.html", figures)

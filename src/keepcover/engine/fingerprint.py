@@ -22,10 +22,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from keepcover.errors import KeepcoverWarning, InputError
-from keepcover.noise import Stream
-from keepcover.noise.stream import probes
 from keepcover.engine.smoother import Classifier, Smoother
+from keepcover.errors import InputError, KeepcoverWarning
+from keepcover.noise.stream import Stream, probes
 
 Structure = dict[str, dict[str, Any]]  # of every module by its path: its class and its plain attributes
 
@@ -67,7 +66,7 @@ def unwrapped(model: Classifier) -> Classifier:
     """The module inside ``torch.compile`` and data parallelism: they run the same function elsewhere or faster."""
     while isinstance(model, nn.Module):
         parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-        inner = model.module if parallel else model._modules.get("_orig_mod")
+        inner = model._modules.get("module" if parallel else "_orig_mod")
         if inner is None:
             break
         model = inner
@@ -201,8 +200,13 @@ def probe_logits(smoother: Smoother, inputs: Tensor) -> Tensor | None:
     Compiling is left out: it takes minutes and does not change the function beyond what is tolerated.
     """
     plain = Smoother(
-        smoother.model, 0.0, batch_size=smoother.batch_size, device=smoother.device, autocast=smoother.autocast,
-        channels_last=smoother.channels_last, progress=False,
+        smoother.model,
+        0.0,
+        batch_size=smoother.batch_size,
+        device=smoother.device,
+        autocast=smoother.autocast,
+        channels_last=smoother.channels_last,
+        progress=False,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KeepcoverWarning)  # of train mode: whoever runs the model is told then
@@ -242,9 +246,15 @@ class Identity:
         cls, smoother: Smoother, shape: tuple[int, ...], low: float, high: float, given: str | None = None
     ) -> Identity:
         """Of the model that a smoother runs, on inputs of a shape and range; ``given`` is the user's string."""
-        own = None if given else structure(smoother.model)
-        found = given or fingerprint(smoother.model)
-        return cls(found, own, shape, low, high, probe_logits(smoother, probes(shape, low, high)))
+        before = {} if given else structure(smoother.model)
+        logits = probe_logits(smoother, probes(shape, low, high))
+        after = {} if given else structure(smoother.model)
+        # Counters and caches change as the model runs, so they do not decide what it computes.
+        kept = {
+            path: {name: value for name, value in has.items() if _same(value, after.get(path, {}).get(name))}
+            for path, has in before.items()
+        }
+        return cls(given or fingerprint(smoother.model), None if given else kept, shape, low, high, logits)
 
     def refuse_other(self, smoother: Smoother, given: str | None = None) -> None:
         """Raise unless the smoother runs this model; the error says what differs.

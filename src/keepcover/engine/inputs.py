@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from keepcover.errors import InputError, KeepcoverWarning
+from keepcover.noise.stream import widened
+from keepcover.tasks.metrics import as_labels
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ def take(data: Any, rows: Sequence[int] | Tensor) -> Any:
     if isinstance(data, Tensor | np.ndarray):
         return torch.as_tensor(data)[index]
     if _is_pair(data):
-        return torch.as_tensor(data[0])[index], torch.as_tensor(data[1])[index]
+        return torch.as_tensor(data[0])[index], as_labels(data[1])[index]
     if hasattr(data, "subset"):  # a dataset that knows how, and keeps its workers
         return data.subset(index)
     if isinstance(data, Dataset) and isinstance(data, Sized):
@@ -201,7 +203,7 @@ def batches(data: Any, ids: Any = None, size: int | None = None, labelled: bool 
             raise InputError("expected labelled data: (images, labels), a dataset or a loader that yields both")
         images = check_images(images, first=offset == 0)
         if labels is not None:
-            labels = torch.as_tensor(labels)
+            labels = as_labels(labels)
             if labels.shape != (len(images),):
                 raise InputError(
                     f"expected one label per image, got {len(images)} images and labels {tuple(labels.shape)}"
@@ -223,7 +225,8 @@ def batches(data: Any, ids: Any = None, size: int | None = None, labelled: bool 
 
 
 def check_images(images: Any, first: bool = True) -> Tensor:
-    """Float images without NaN; on the first batch, a warning where the pixel range makes epsilon meaningless.
+    """Float images without NaN, in float32 or as they come in float64; on the first batch, a warning where the pixel range
+    makes epsilon meaningless.
 
     Vectors [n, features] are not pixels: their units are their owner's, so their range is not judged.
     """
@@ -254,7 +257,7 @@ def check_images(images: Any, first: bool = True) -> Tensor:
                 KeepcoverWarning,
                 stacklevel=3,
             )
-    return images
+    return widened(images)
 
 
 def check_table(values: Any, what: str) -> Tensor:
@@ -306,7 +309,7 @@ def _raw_batches(data: Any, size: int | None = None) -> Iterator[Any]:
         for at in range(0, len(data), size):
             yield data[at : at + size]
     elif _is_pair(data):
-        images, labels = data[0], torch.as_tensor(data[1])
+        images, labels = data[0], as_labels(data[1])
         if len(images) != len(labels):
             raise InputError(f"expected as many labels as images, got {len(images)} images and {len(labels)} labels")
         size = size or _rows(images)

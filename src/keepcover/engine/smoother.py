@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import threading
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +15,19 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from keepcover.engine.arrivals import IN_FLIGHT, Gathered, to_host
+from keepcover.engine.devices import checked_device
 from keepcover.engine.inputs import Batch, batches, length
 from keepcover.engine.progress import Bar, Report
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.noise import Noise, Stream, get_noise
+from keepcover.noise.stream import widened
 
 Classifier = nn.Module | Callable[[Tensor], Tensor]
+
+_held: Counter[int] = Counter()  # by id of a module left in train mode: how many run it in eval mode now
+_holding = (
+    threading.RLock()
+)  # of one thread with itself too: a generator that is collected leaves evaluation_mode anywhere
 
 _MODE_DEPENDENT = (
     nn.modules.dropout._DropoutNd,
@@ -32,51 +38,35 @@ _MODE_DEPENDENT = (
 
 @contextlib.contextmanager
 def evaluation_mode(model: Classifier) -> Iterator[None]:
-    """Run a module in eval mode and put every part back as it was; warn if it mattered."""
+    """Run a module in eval mode and put every part back as it was; warn if it mattered.
+
+    Threads may do so together, with one model or with models that share parts: the last to leave puts a part back. A call
+    of ``model.train()`` in between is undone when the next one enters, and not before.
+    """
     if not isinstance(model, nn.Module):
         yield
         return
-    training = [module for module in model.modules() if module.training]
-    if any(isinstance(module, _MODE_DEPENDENT) for module in training):
+    if any(isinstance(module, _MODE_DEPENDENT) and module.training for module in model.modules()):
         warnings.warn(
             "the model was left in train mode; dropout and batch norm would change the certified function from call to "
             "call, so it is run in eval mode here. Call model.eval() first",
             KeepcoverWarning,
             stacklevel=3,
         )
-    model.eval()
+    with _holding:
+        own = [module for module in model.modules() if module.training or id(module) in _held]
+        _held.update(map(id, own))
     try:
+        if any(module.training for module in own):  # after they are held: now nobody puts them back
+            model.eval()
         yield
     finally:
-        for module in training:
-            module.training = True
-
-
-def fingerprint(model: Classifier | str | Path) -> str | None:
-    """SHA-256 of a module's state dict (names, dtypes, shapes and bytes) or of a model file. None for a plain callable.
-
-    A model with a string attribute ``fingerprint`` is identified by that: adapters give the SHA-256 of their file.
-
-    Example:
-        >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
-        >>> fingerprint(a) == fingerprint(a), fingerprint(a) == fingerprint(b)
-        (True, False)
-    """
-    if isinstance(model, str | Path):
-        return hashlib.sha256(Path(model).read_bytes()).hexdigest()
-    own = getattr(model, "fingerprint", None)
-    if isinstance(own, str):
-        return own
-    if not isinstance(model, nn.Module):
-        return None
-    digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        if not isinstance(value, Tensor):
-            continue
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        flat = value.detach().cpu().clone(memory_format=torch.contiguous_format).flatten()
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        with _holding:
+            _held.subtract(map(id, own))
+            for module in own:
+                if not _held[id(module)]:
+                    del _held[id(module)]
+                    module.training = True
 
 
 def as_range(draws: int | range) -> range:
@@ -137,7 +127,7 @@ class Smoother:
         self.model, self.noise, self.batch_size = model, get_noise(noise), batch_size
         first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
         self.device = (
-            torch.device(device) if device is not None else first.device if first is not None else torch.device("cpu")
+            checked_device(device) if device is not None else first.device if first is not None else torch.device("cpu")
         )
         self.autocast, self.channels_last, self.compile, self.progress = autocast, channels_last, compile, progress
         self._forward: Callable[[Tensor], Tensor] = torch.compile(model) if compile else model  # type: ignore[assignment]
@@ -267,7 +257,7 @@ class Smoother:
         return max(1, self._rows(images) // draws)
 
     def _chunk(self, images: Tensor, ids: Tensor, span: range, stream: Stream) -> Tensor:
-        images = images.to(self.device, torch.float32, non_blocking=True)
+        images = widened(images).to(self.device, non_blocking=True)
         ids = ids.to(self.device, non_blocking=True)
         if not self.noise.certifies:  # there is none: every draw is the same
             once = self._forward_all(images, ids, range(1), stream, self._rows(images), 1)

@@ -14,7 +14,7 @@ import numpy
 import scipy
 import torch
 
-from keepcover.files import make_folder, write_atomically
+from keepcover.files import make_folder, write_file
 
 
 def manifest(command: str, config: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -66,4 +66,4 @@ def _commit() -> str | None:
 def write_results(path: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
     """Rows and manifest as one small JSON file."""
     make_folder(path.parent)
-    write_atomically(path, (json.dumps({"manifest": about, "rows": rows}, indent=1) + "\n").encode())
+    write_file(path, (json.dumps({"manifest": about, "rows": rows}, indent=1) + "\n").encode())

@@ -16,6 +16,10 @@ from keepcover.explore.uploads import Images, Shown
 from keepcover.guarantee import ASSUMPTIONS
 from keepcover.serve.problems import invalid
 
+NO_PROMISE = (
+    "No promise for this image: it does not come from where the calibration points come from. The set is what the method "
+    "would answer."
+)
 MANY = 20  # classes; beyond it only the likeliest are drawn
 
 
@@ -83,6 +87,7 @@ class Explorer:
         return {
             "image": name,
             "label": shown.label,
+            "no_promise": None if shown.exchangeable else NO_PROMISE,
             "prediction": int(probabilities.argmax()),
             "alpha": alpha,
             "draws": draws,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,11 @@ from keepcover.explore.answers import Explorer
 from keepcover.explore.images import png
 from keepcover.serve.limits import BodyLimit
 from keepcover.serve.problems import STATUS, Problem, invalid
+from keepcover.serve.reading import form_of
 
 STATIC = Path(__file__).parent / "static"
 MAX_BODY, MAX_BODIES, BODY_TIMEOUT = 2**23, 2**26, 30.0
+MAX_QUESTION = 2**12
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     # Nothing from elsewhere, and no page elsewhere around it.
@@ -37,13 +38,20 @@ HEADERS = {
 log = logging.getLogger("keepcover.explore")
 
 
-class Levels(BaseModel):
+class Question(BaseModel):
     """What the controls say."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     alpha: float
     draws: int
+
+
+class SetsQuestion(Question):
+    image: str
+
+
+class Levels(Question):
     epsilon: float = Field(ge=0, allow_inf_nan=False)
 
 
@@ -69,6 +77,9 @@ class Guard:
         given = {name: value.decode("latin-1") for name, value in scope["headers"]}
         origin, host = given.get(b"origin"), given.get(b"host", "")
         elsewhere = origin is not None and _part(origin, "netloc") != host
+        # Where browsers send no origin they say whence; a link from elsewhere may lead to the page, and to nothing else.
+        site = given.get(b"sec-fetch-site", "none")
+        elsewhere |= site not in ("none", "same-origin") and scope["path"] != "/"
         if elsewhere or (self.hosts is not None and _part(f"//{host}", "hostname") not in self.hosts):
             refusal = Problem("bad_request", "requests from pages of other sites are not answered")
             await JSONResponse(body(refusal), refusal.status)(scope, receive, send)
@@ -163,23 +174,19 @@ def _answer(value: Any) -> Response:
     return JSONResponse(value, headers={"cache-control": "no-store"})
 
 
-def _number(request: Request, name: str, kind: Callable[[str], Any]) -> Any:
-    try:
-        return kind(request.query_params[name])
-    except (KeyError, ValueError):
-        raise invalid(f"expected one number {name} in the address") from None
-
-
-async def _question(request: Request, model: type[Levels]) -> Any:
+async def _question(request: Request, model: type[Question]) -> Any:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Problem("unsupported_media_type", "expected content type application/json")
+    asked = await request.body()
+    if len(asked) > MAX_QUESTION:
+        raise Problem("body_too_large", f"the question exceeds {MAX_QUESTION} bytes")
     try:
-        return model.model_validate(json.loads(await request.body()))
+        return model.model_validate_json(asked)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise invalid(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    except (ValueError, RecursionError):
-        raise Problem("bad_request", "expected a JSON object") from None
+        if first["type"] == "json_invalid":
+            raise Problem("bad_request", "expected a JSON object") from None
+        raise invalid(f"{'.'.join(map(str, first['loc']))[:80]!r}: {first['msg']}") from None
 
 
 def _questions(app: FastAPI, explorer: Explorer) -> None:
@@ -192,27 +199,26 @@ def _questions(app: FastAPI, explorer: Explorer) -> None:
         content = png(explorer.images.get(name).pixels[0])
         return Response(content, media_type="image/png", headers={"cache-control": "max-age=300"})
 
-    @app.get("/api/sets")
+    @app.post("/api/sets")
     async def sets(request: Request) -> Response:
-        levels = explorer.check(_number(request, "alpha", float), _number(request, "draws", int))
-        name = request.query_params.get("image", "")
-        return _answer(await run_in_threadpool(explorer.sets, name, *levels))
+        asked = await _question(request, SetsQuestion)
+        return _answer(await run_in_threadpool(explorer.sets, asked.image, *explorer.check(asked.alpha, asked.draws)))
 
     @app.get("/api/progress")
     async def progress() -> Response:
         return _answer(explorer.lineup.progress)
 
-    @app.get("/api/curves")
+    @app.post("/api/curves")  # it starts a computation and stops another: no address that a link could hold
     async def curves(request: Request) -> Response:
-        levels = explorer.check(_number(request, "alpha", float), _number(request, "draws", int))
-        return _answer(explorer.curves.ask(*levels))
+        asked = await _question(request, Question)
+        return _answer(explorer.curves.ask(*explorer.check(asked.alpha, asked.draws)))
 
     @app.post("/api/uploads")
     async def upload(request: Request) -> Response:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "multipart/form-data":
             raise Problem("unsupported_media_type", "expected multipart/form-data with the image in the field file")
-        async with request.form(max_files=1, max_fields=2, max_part_size=MAX_BODY) as form:
+        async with form_of(request, max_files=1, max_part_size=MAX_BODY) as form:
             file, invert = form.get("file"), form.get("invert")
             if not isinstance(file, UploadFile):
                 raise invalid("expected an image file in the form field file")

@@ -34,6 +34,7 @@ class Job:
     done: int = 0
     total: int = 1
     running: bool = True
+    so_far: dict[str, Any] = field(default_factory=dict)  # the curves as far as they are known
     error: str | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -70,7 +71,7 @@ class Curves:
             if job.error is not None:
                 self._job = None  # asking again tries again
                 return {"state": "failed", "message": job.error}
-            return {"state": "running", "stage": job.stage, "done": job.done, "total": job.total}
+            return {"state": "running", "stage": job.stage, "done": job.done, "total": job.total, **job.so_far}
 
     @property
     def busy(self) -> bool:
@@ -86,9 +87,9 @@ class Curves:
 
     def _run(self, job: Job) -> None:
         try:
-            result = compute(self.lineup, job, self.images, self.radii, self._attacked)
+            compute(self.lineup, job, self.images, self.radii, self._attacked)
             with self._lock:
-                self._done[job.alpha, job.draws] = result
+                self._done[job.alpha, job.draws] = job.so_far
         except Stopped:
             pass
         except InputError as error:
@@ -126,13 +127,26 @@ def spread(values: list[float], count: int) -> list[float]:
 
 def compute(
     lineup: Lineup, job: Job, images: int, radii: list[float], attacked: Callable[[str, float, Job], Tensor]
-) -> dict[str, Any]:
-    """Mean size and coverage of every method at every epsilon, clean and attacked with radius epsilon."""
+) -> None:
+    """Mean size and coverage of every method at every epsilon, clean and attacked with radius epsilon.
+
+    What is known is in ``job.so_far`` at once: methods one by one, then the attacked radii.
+    """
     gallery, every = lineup.subject.gallery, len(lineup.contenders)
     some = torch.arange(images)
     kinds = ("plain", "smoothed") if lineup.subject.sigma else ("plain",)
     job.total = every * (len(gallery) + len(radii) * len(kinds) * images) + len(radii) * len(kinds) * images
     rows: dict[str, dict[str, Any]] = {}
+
+    def publish() -> None:
+        job.so_far = {
+            "alpha": job.alpha,
+            "draws": job.draws,
+            "epsilons": list(lineup.epsilons),
+            "images": len(gallery),
+            "attacked_images": images,
+            "methods": {key: {**row, "attacked": list(row["attacked"])} for key, row in rows.items()},
+        }
 
     def masks(key: str, pixels: Tensor, upto: float) -> Tensor:
         epsilons, parts = [e for e in lineup.epsilons if e <= upto], []
@@ -146,27 +160,20 @@ def compute(
         job.stage = f"{contender.title} on {len(gallery)} clean images"
         sets = masks(contender.key, gallery.images, lineup.epsilons[-1])
         rows[contender.key] = {"size": _sizes(sets), "clean": _coverage(sets, gallery.labels), "attacked": []}
+        publish()
     for radius in radii:
+        found: dict[str, list[dict[str, Any]]] = {key: [] for key in rows}
         for kind in kinds:
             job.stage = f"attacking {images} images within L2 {radius:g}"
             pixels = attacked(kind, radius, job)
             for contender in lineup.contenders:
                 job.stage = f"{contender.title} on images attacked within L2 {radius:g}"
                 sets = masks(contender.key, pixels, radius)[-1:]
-                found = {"radius": radius, "aim": kind, **_coverage(sets, gallery.labels[some])[0]}
-                rows[contender.key]["attacked"].append(found)
-    for row in rows.values():  # the worse of the attacks
-        row["attacked"] = [
-            min((r for r in row["attacked"] if r["radius"] == radius), key=lambda r: r["mean"]) for radius in radii
-        ]
-    return {
-        "alpha": job.alpha,
-        "draws": job.draws,
-        "epsilons": list(lineup.epsilons),
-        "images": len(gallery),
-        "attacked_images": images,
-        "methods": rows,
-    }
+                covered = _coverage(sets, gallery.labels[some])[0]
+                found[contender.key].append({"radius": radius, "aim": kind, **covered})
+        for key, attempts in found.items():
+            rows[key]["attacked"].append(min(attempts, key=lambda one: one["mean"]))  # the worse of the attacks
+        publish()
 
 
 def _sizes(sets: Tensor) -> list[dict[str, float]]:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keepcover.methods import CAS, BinCP
+from keepcover.methods import CAS, BinCP, BinCPThreshold
 from keepcover.methods.exact import CountRule
 from keepcover.noise.stream import Stream
 from keepcover.prediction.predictor import Calibrated, Predictor, noisy_scores, score_uniform
@@ -92,11 +92,12 @@ def bars(
 def _explain(calibrated: Calibrated, draws: Draws, v: float, log_odds: bool) -> tuple[Tensor, float, str]:
     """Support, what is needed and the rule in words, such that support >= needed says what the rule decides."""
     rule, threshold, n = calibrated.rule, calibrated.threshold, draws.count
-    if isinstance(rule, CountRule | BinCP):
-        if isinstance(rule, CountRule):
-            above, allowed = draws.above(threshold), rule.kappa + (1 if v < rule.gamma else 0)
-        else:
+    if isinstance(rule, CountRule | BinCP | BinCPThreshold):
+        if isinstance(rule, BinCPThreshold):
             above, allowed = draws.above(rule.t), min(threshold, n)
+        else:
+            forgiven = isinstance(rule, CountRule) and v < rule.gamma
+            above, allowed = draws.above(threshold), rule.kappa + forgiven
         least = round(n - allowed)
         what = "the draw must vote for it" if n == 1 else f"at least {least} of {n} draws must vote for it"
         return 1 - above[0] / n, least / n, what

@@ -13,7 +13,7 @@ import uvicorn
 from keepcover.errors import InputError
 from keepcover.explore.answers import Explorer
 from keepcover.explore.app import LOOPBACK, create_app, log
-from keepcover.serve.server import bind
+from keepcover.serve.server import BACKLOG, Announcing, Protocol, bind
 
 
 def run(
@@ -33,23 +33,13 @@ def run(
             log.warning("open to the network on %s: whoever reaches this port can use the model", name)
         address = f"http://{'127.0.0.1' if bound == '0.0.0.0' else name}:{number}/"
         app = create_app(explorer, LOOPBACK if local else None)
-        config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, ws="none")
-        server = _Announcing(config, lambda: _announce(address, open_page, tell))
+        config = uvicorn.Config(
+            app, http=Protocol, log_level="warning", access_log=False, server_header=False, ws="none", backlog=BACKLOG
+        )
+        server = Announcing(config, lambda: _announce(address, open_page, tell))
         if explorer.subject.cheap:
             threading.Thread(target=_warm, args=(explorer, server), daemon=True).start()
         server.run(sockets=[listener])
-
-
-class _Announcing(uvicorn.Server):
-    """Tells the address when it answers, not before."""
-
-    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
-        super().__init__(config)
-        self.announce = announce
-
-    async def startup(self, sockets: list | None = None) -> None:
-        await super().startup(sockets)
-        self.announce()
 
 
 def _announce(address: str, open_page: bool, tell: Callable[[str], None]) -> None:

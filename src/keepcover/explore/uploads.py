@@ -24,6 +24,11 @@ class Shown:
     id: int
     label: int | None
 
+    @property
+    def exchangeable(self) -> bool:
+        """Whether it comes from where the calibration points come from; of an upload that is not known."""
+        return self.label is not None
+
 
 class Images:
     """The gallery and the latest uploads, in memory only."""

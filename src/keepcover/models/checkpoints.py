@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from keepcover.errors import InputError
+from keepcover.sealing import pack, unpack
 
 
 def find_weights(name: str | Path) -> Path:
@@ -47,7 +46,7 @@ def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
     path = find_weights(path)
     try:
         state: Any = (
-            load_file(path)
+            unpack(path, sealed=False)[0]
             if path.suffix == ".safetensors"
             else torch.load(path, map_location="cpu", weights_only=True)
         )
@@ -88,12 +87,11 @@ def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
 def weights_bytes(model: nn.Module, about: dict[str, Any]) -> bytes:
     """The model's weights as a float16 safetensors file; normalisation constants belong to the architecture and stay out."""
     state = {
-        name: (value.half() if value.is_floating_point() else value).detach().cpu().contiguous()
+        name: value.half() if value.is_floating_point() else value
         for name, value in model.state_dict().items()
         if not name.startswith("normalize.")
     }
-    # One metadata key: safetensors writes several in no fixed order, and equal weights should be equal files.
-    return save(state, {"keepcover": json.dumps(about)})
+    return pack(state, about)
 
 
 def _plain(name: str) -> str:

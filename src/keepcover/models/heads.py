@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from keepcover.engine.smoother import fingerprint
+from keepcover.engine.fingerprint import fingerprint
 from keepcover.errors import InputError
+from keepcover.sealing import pack, unpack
 
 
 def last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
@@ -67,8 +66,8 @@ def check_head_is_last(model: nn.Module, images: Tensor) -> None:
 def head_bytes(model: nn.Module) -> bytes:
     """The model's last layer as a small safetensors file, float16, that remembers the backbone it belongs to."""
     _, head = last_linear(model)
-    state = {name: value.detach().half().cpu().contiguous() for name, value in head.state_dict().items()}
-    return save(state, {"keepcover": json.dumps({"backbone": fingerprint(backbone(model))})})
+    state = {name: value.half() for name, value in head.state_dict().items()}
+    return pack(state, {"backbone": fingerprint(backbone(model))})
 
 
 def load_head(model: nn.Module, path: str | Path) -> nn.Module:
@@ -77,10 +76,8 @@ def load_head(model: nn.Module, path: str | Path) -> nn.Module:
     if not path.is_file():
         raise InputError(f"no head at {path}")
     try:
-        with safe_open(path, framework="pt") as file:
-            belongs = json.loads((file.metadata() or {}).get("keepcover", "{}")).get("backbone")
-            state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError, AttributeError) as error:
+        state, about = unpack(path, sealed=False)
+    except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path} is not a readable head ({error})") from None
     name, head = last_linear(model)
     own = head.state_dict()
@@ -90,7 +87,7 @@ def load_head(model: nn.Module, path: str | Path) -> nn.Module:
         raise InputError(
             f"{path} does not fit the layer {name!r} of {type(model).__name__}: expected {wanted}, got {found}"
         )
-    if belongs is not None and belongs != fingerprint(backbone(model)):
+    if about.get("backbone") not in (None, fingerprint(backbone(model))):
         raise InputError(f"{path} was trained over another backbone; load the weights that its card names first")
     head.load_state_dict({key: value.to(own[key].dtype) for key, value in state.items()})
     return model

@@ -22,6 +22,8 @@ _PIECE = 65536
 
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
 _WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
+NEAR = 2**24  # 1 - u below 2^-8: where the logarithm becomes a series
+_FAR = np.uint32(2**32 - 1 - NEAR)
 _MASK, _WORD = np.array(0xFFFFFFFF, dtype=np.uint64), np.array(32, dtype=np.uint64)
 
 
@@ -76,18 +78,24 @@ def gaussian(ids: Tensor, words: tuple[int, int, int, int], draws: range, size: 
 
 def _box_muller(even: NDArray[np.uint32], odd: NDArray[np.uint32], out: NDArray[np.float32]) -> None:
     """Words [2, n] -> standard normal numbers in ``out`` [n, 2, 2]. Tensors and arrays of one name share their memory."""
-    radius, angle = _unit(even), _unit(odd)
+    fraction = odd.astype(np.uint8).astype(np.float32)  # the last eight bits
+    fraction += np.float32(0.5)
+    fraction *= np.float32(2.0**-8)
+    radius, angle = _unit(even, fraction), _unit(odd)
     angle *= np.float32(2 * math.pi)
     torch.from_numpy(radius).log_()
     radius *= np.float32(-2)
+    few = np.flatnonzero(even > _FAR)  # one in 256: log1p of all would cost a third of the whole
+    t = _unit(~even.ravel()[few], 1 - fraction.ravel()[few])
+    radius.ravel()[few] = t * (t * (t * np.float32(2 / 3) + 1) + 2)
     torch.from_numpy(radius).sqrt_()
     np.multiply(radius, torch.from_numpy(angle).cos().numpy(), out=out[..., 0].T)
     np.multiply(radius, torch.from_numpy(angle).sin_().numpy(), out=out[..., 1].T)
 
 
-def _unit(words: NDArray[np.uint32]) -> NDArray[np.float32]:
-    """32-bit words -> float32 in (0, 1]."""
+def _unit(words: NDArray[np.uint32], fraction: NDArray[np.float32] | float = 0.5) -> NDArray[np.float32]:
+    """32-bit words and what follows their last bit -> float32 in (0, 1]."""
     unit = words.astype(np.float32)
-    unit += np.float32(0.5)
+    unit += fraction
     unit *= np.float32(2.0**-32)
     return unit

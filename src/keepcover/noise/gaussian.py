@@ -49,7 +49,7 @@ class Gaussian(Noise):
 
     def noisy(self, images: Tensor, stream: Stream, ids: Tensor, draws: range) -> Tensor:
         if self.sigma == 0:
-            return images[:, None].expand(-1, len(draws), *images.shape[1:])
+            return images.float()[:, None].expand(-1, len(draws), *images.shape[1:])
         return stream.noisy(images, ids, draws, self.sigma)
 
     def up(self, q: Any, epsilon: float, norm: str | None = None, shape: Shape | None = None) -> Any:  # noqa: ARG002

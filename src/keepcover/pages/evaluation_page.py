@@ -55,6 +55,9 @@ def evaluation_page(
         f"{data}, {images} images, {splits}, alpha {best.alpha:g}, epsilon {best.epsilon:g}, sigma {best.sigma:g}, score "
         f"{best.score}; {hardware()}",
         str(promise),
+        conclusion=f"Of {len(clean)} methods, {name_of(best)} has the smallest {'certified ' if best.certified else ''}sets: {best.size.mean:.2f} labels on "
+        f"average over {splits}, from {best.draws} model evaluation{'s' if best.draws > 1 else ''} per query, at a clean coverage of "
+        f"{best.coverage.mean:.1%}.",
     )
     page.sections += [
         _methods(clean, best),

@@ -1,7 +1,7 @@
 """Figures from rows and tensors. Nothing here computes a guarantee.
 
-A figure leaves in three forms: :func:`svg` and :func:`png` on white, for files; :func:`page_svg` for a page, whose
-colours it takes, so that it can be read in light and dark.
+A figure leaves in four forms: :func:`svg` and :func:`png` on white, for files; :func:`page_svg` for a page, whose
+colours it takes, so that it can be read in light and dark; :func:`adaptive_svg` for a file that brings both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from keepcover.errors import InputError
-from keepcover.files import make_folder, write_atomically
+from keepcover.files import make_folder, write_file
 
 # Six colours that readers with any of the three colour blindnesses tell apart, on white and on the dark page.
 COLORS = ("#0b5d8a", "#a3300a", "#05a387", "#4a0a2a", "#ad8e00", "#7420dc")
@@ -37,7 +37,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib as mpl
     except ImportError:
-        raise InputError("figures need matplotlib: pip install 'keepcover[report]'") from None
+        raise InputError("figures need matplotlib: pip install '.[report]' in a checkout") from None
     mpl.use("Agg", force=False)
     import matplotlib.pyplot as plt
 
@@ -109,23 +109,36 @@ def page_svg(figure: Any, name: str) -> str:
     return text
 
 
+def adaptive_svg(figure: Any, name: str) -> str:
+    """SVG for a file that pages show as an image: on white in a light scheme, on dark in a dark one."""
+
+    def scheme(ink: str, soft: str, paper: str, colors: Sequence[str]) -> str:
+        own = "".join(f"--c{i}:{color};" for i, color in enumerate(colors))
+        return f"svg{{color:{ink};fill:currentColor;background:{paper};--soft:{soft};--card:{paper};{own}}}"
+
+    light = scheme(INK, SOFT, PAPER, COLORS)
+    dark = scheme("#e6e9ee", "#a5afbd", "#1c222b", DARK)
+    head, rest = page_svg(figure, name).split(">", 1)
+    return f"{head}><style>{light}@media (prefers-color-scheme: dark){{{dark}}}</style>{rest}"
+
+
 def write_files(figure: Any, folder: Path, name: str) -> list[Path]:
     """``name.svg`` and ``name.png`` in a folder, each written whole or not at all."""
     make_folder(folder)
     paths = [folder / f"{name}.svg", folder / f"{name}.png"]
     for path, content in zip(paths, (svg(figure).encode(), png(figure)), strict=True):
-        write_atomically(path, content)
+        write_file(path, content)
     return paths
 
 
 def pixels(image: Tensor) -> bytes:
-    """An image [1 or 3, height, width] as PNG, one pixel each; grey ones dark on white."""
+    """An image [1 or 3, height, width] as PNG, one pixel each, as it is: 0 is black."""
     _pyplot()
     from matplotlib.image import imsave
 
     values, buffer = image.detach().cpu().float().clamp(0, 1).permute(1, 2, 0).numpy(), io.BytesIO()
     shown = values[..., 0] if values.shape[2] == 1 else values
-    imsave(buffer, shown, format="png", cmap="gray_r", vmin=0, vmax=1)
+    imsave(buffer, shown, format="png", cmap="gray", vmin=0, vmax=1)
     return buffer.getvalue()
 
 
@@ -159,10 +172,24 @@ def _lines(curves: Mapping[str, Curve], certified: Mapping[str, bool], x: str, y
     return figure, axis
 
 
-def size_curves(curves: Mapping[str, Curve], classes: int, certified: Mapping[str, bool]) -> Any:
-    """Mean set size against epsilon, one line per method."""
+def in_groups(curves: Mapping[str, Curve]) -> list[dict[str, Curve]]:
+    """Curves for several figures, so few for each that no two lines in it share a colour.
+
+    Example:
+        >>> [list(group) for group in in_groups(dict.fromkeys("abcdefgh", ()))]
+        [['a', 'b', 'c', 'd'], ['e', 'f', 'g', 'h']]
+    """
+    names = list(curves)
+    size = -(-len(names) // -(-len(names) // len(COLORS)))
+    return [{name: curves[name] for name in names[at : at + size]} for at in range(0, len(names), size)]
+
+
+def size_curves(
+    curves: Mapping[str, Curve], classes: int, certified: Mapping[str, bool], top: float | None = None
+) -> Any:
+    """Mean set size against epsilon, one line per method; ``top`` ends the axis, so that figures can be compared."""
     figure, axis = _lines(curves, certified, "epsilon (L2, units of the inputs)", "mean set size")
-    axis.set_ylim(0, None)
+    axis.set_ylim(0, top)
     if max(point[1] for points in curves.values() for point in points) > 0.6 * classes:
         axis.axhline(classes, **GUIDE)
     return figure

@@ -61,8 +61,13 @@ def predictor_page(
         raise InputError(f"expected one of the levels {', '.join(map(str, every))}, got {level}")
     sets, measured = every[level], {key: sets.evaluate(labels) for key, sets in every.items()}
     promise, own = sets.guarantee, measured[level]
+    empty = f", {own.empty:.1%} are empty, which counts as missed" if own.empty else ""
     page = Page(
-        "Prediction sets on your data", f"{data}, {len(sets)} labelled inputs, clean, {hardware()}", str(promise)
+        "Prediction sets on your data",
+        f"{data}, {len(sets)} labelled inputs, clean, {hardware()}",
+        str(promise),
+        conclusion=f"On these inputs, unattacked, {own.coverage.mean:.1%} of the sets hold the true label (promised: {1 - promise.alpha:.6g}). "
+        f"They have {own.size:.2f} of {predictor.classes} labels on average; {own.singletons:.1%} are a single label{empty}.",
     )
     page.sections += [_numbers(measured, level), _sizes(own), _classes(own, predictor, promise.alpha)]
     if len({epsilon for _, epsilon in every}) > 1:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from keepcover.attacks.audit import Audit
 from keepcover.errors import InputError
-from keepcover.files import make_folder, write_atomically
+from keepcover.files import make_folder, write_file
 from keepcover.pages import plots
 
 NARROW = 6.0  # inches; a wider figure takes the whole width of the page, and scrolls on a phone
@@ -102,12 +102,13 @@ class Section:
 
 @dataclass
 class Page:
-    """A title, a line on what was looked at, the promise, sections."""
+    """A title, a line on what was looked at, the promise, sections; ``conclusion`` says in a sentence what they show."""
 
     title: str
     subtitle: str
     guarantee: str = ""
     sections: list[Section] = field(default_factory=list)
+    conclusion: str = ""
 
     @property
     def figures(self) -> list[Figure]:
@@ -117,7 +118,7 @@ class Page:
         try:
             from jinja2 import Environment, PackageLoader
         except ImportError:
-            raise InputError("HTML reports need jinja2: pip install 'keepcover[report]'") from None
+            raise InputError("HTML reports need jinja2: pip install '.[report]' in a checkout") from None
         environment = Environment(
             loader=PackageLoader("keepcover"), autoescape=True, trim_blocks=True, lstrip_blocks=True
         )
@@ -126,7 +127,7 @@ class Page:
     def write(self, path: Path, figures: Path | None = None) -> Path:
         """Write the page, and its figures as SVG and PNG into a folder where one is named."""
         make_folder(path.parent)
-        write_atomically(path, self.html().encode())
+        write_file(path, self.html().encode())
         if figures is not None:
             for figure in self.figures:
                 plots.write_files(figure.drawing, figures, figure.name)
@@ -192,17 +193,45 @@ def hardware() -> str:
     return f"{_device()}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
+def conclusion(rows: Sequence[dict[str, Any]], alpha: float, radius: float) -> str:
+    """What an audit's rows show, in a sentence or two."""
+    certified = [row for row in rows if row["certified"]]
+    others = [row for row in rows if not row["certified"]]
+    said = []
+    if others:
+        worst = min(others, key=lambda row: row["attacked_coverage"]["mean"])
+        said.append(
+            f"Attacked within L2 {radius:g}, {worst['name']} covers {worst['attacked_coverage']['mean']:.1%}; its {1 - alpha:.0%} were "
+            "promised for clean inputs only."
+        )
+    broken = [row["name"] for row in certified if row["verdict"] == "violated"]
+    if broken:
+        said.append(f"A certified promise is violated: {', '.join(broken)}.")
+    elif certified:
+        best = min(certified, key=lambda row: row["attacked_size"])
+        least = min(row["attacked_coverage"]["mean"] for row in certified)
+        all_of = (
+            f"all {len(certified)} certified methods" if len(certified) > 1 else f"the certified method {best['name']}"
+        )
+        evaluations = f"{best['draws']} model evaluation{'s' if best['draws'] > 1 else ''}"
+        said.append(
+            f"What was observed is consistent with the {1 - alpha:.0%} that {all_of} promised under attack (lowest: {least:.1%}). "
+            f"The smallest sets, {best['attacked_size']:.2f} labels under attack, are those of {best['name']}, from {evaluations} per query."
+        )
+    return " ".join(said)
+
+
 def methods_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Clean and attacked coverage and size of every method."""
+    """Clean and attacked coverage and size of every method; what it comes to stands first, on a phone too."""
     head = [
         "method",
+        "verdict",
         "certified",
         "draws",
         "coverage, clean",
         "size",
         "coverage, attacked",
         "size, attacked",
-        "verdict",
     ]
     body = []
     for row in rows:
@@ -210,13 +239,13 @@ def methods_table(rows: Sequence[dict[str, Any]]) -> Table:
         body.append(
             [
                 Cell(row["name"]),
+                Cell(row["verdict"], "bad" if bad else ""),
                 Cell("yes" if row["certified"] else "no", "good" if row["certified"] else ""),
                 Cell(str(row["draws"])),
                 Cell(interval(row["coverage"])),
                 Cell(f"{row['size']:.2f}"),
-                Cell(interval(row["attacked_coverage"]), "bad" if bad else "good"),
+                Cell(interval(row["attacked_coverage"]), "bad" if bad else "good" if row["certified"] else ""),
                 Cell(f"{row['attacked_size']:.2f}"),
-                Cell(row["verdict"], "bad" if bad else ""),
             ]
         )
     return Table(head, body)
@@ -242,16 +271,16 @@ def attack_figures(rows: Sequence[dict[str, Any]], alpha: float, radius: float) 
 
 def audit_table(audit: Audit) -> Table:
     """Every attack on every predictor."""
-    head = ["predictor", "attack", "radius", "coverage", "size", "p-value", "verdict"]
+    head = ["predictor", "verdict", "attack", "radius", "coverage", "size", "p-value"]
     body = [
         [
             Cell(row.name),
+            Cell(row.verdict, "bad" if "lost" in row.verdict or row.verdict == "violated" else ""),
             Cell(row.attack),
             Cell(f"{row.radius:g}"),
             Cell(interval(row.coverage)),
             Cell(f"{row.size:.2f}"),
             Cell(f"{row.p_value:.2g}"),
-            Cell(row.verdict, "bad" if "lost" in row.verdict or row.verdict == "violated" else ""),
         ]
         for row in audit.rows
     ]

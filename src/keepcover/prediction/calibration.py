@@ -442,11 +442,13 @@ def _conclude(question: Question, collected: _Collected, noise: Noise, shape: An
         asked = question.asked(level, noise, items.points, shape)
         rule = question.method.fit(asked, collected.holdout)
         rule.guarantee(question.task)
-        levels[level] = Calibrated(rule, torch.tensor(rule.threshold(rule.read(items)), dtype=torch.float64))
+        own = rule.read(items)
+        levels[level] = Calibrated(rule, torch.tensor(rule.threshold(own), dtype=torch.float64))
+        _refuse_what_is_missed_anyway(levels[level], own, level[0])
         if levels[level].full:
             warnings.warn(
-                f"{rule.name} at alpha {level[0]:g}, epsilon {level[1]:g} can only return everything here; more draws, more "
-                "calibration points, a larger sigma or a smaller epsilon may help",
+                f"{rule.name} at alpha {level[0]:g}, epsilon {level[1]:g} can only return everything here; "
+                f"{_advice(rule, own)}more calibration points, a larger sigma or a smaller epsilon may help",
                 KeepcoverWarning, stacklevel=4,
             )
     holdout = collected.holdout
@@ -460,6 +462,31 @@ def _conclude(question: Question, collected: _Collected, noise: Noise, shape: An
         inputs=collected.inputs,
         provenance=_provenance(),
     )
+
+
+def _refuse_what_is_missed_anyway(calibrated: Calibrated, items: Items, alpha: float) -> None:
+    """A class that the model does not have is in no set: a threshold that counts its points as covered promises too much."""
+    values, rule = items.draws.values, calibrated.rule
+    worst = torch.inf if rule.reading.order and rule.transform is None else 1.0
+    unknown = (values == worst).all(dim=1)
+    if not unknown.any() or worst != torch.inf:
+        return
+    draws = Draws(torch.full((1, rule.test_draws), worst))
+    if bool((rule.test_statistic(draws, torch.zeros(1)) <= calibrated.threshold).any()):
+        raise InputError(
+            f"{int(unknown.sum())} of {items.points} calibration points have a label that the model does not know, and its sets "
+            f"miss every such query: {rule.name} cannot promise {1 - alpha:.6g}. Train on more rows so that every label is met, "
+            "merge rare labels, or raise alpha"
+        )
+
+
+def _advice(rule: Rule, items: Items) -> str:
+    """How many draws would help, where that can be told."""
+    if rule.method.compares_only:
+        return "more draws, "
+    statistic = rule.statistic(items.first(rule.calibration_draws).draws)
+    draws = rule.enough_draws(statistic, items.points)
+    return "more draws alone will not help: " if draws is None else f"it takes about draws={draws} to do better, or "
 
 
 def _unordered(items: Items) -> Items:

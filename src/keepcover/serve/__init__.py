@@ -11,7 +11,7 @@ from keepcover.errors import InputError
 
 for _module in ("fastapi", "uvicorn", "python_multipart", "PIL"):
     if find_spec(_module) is None:
-        raise InputError(f"the HTTP service needs {_module}: pip install 'keepcover[serve]'")
+        raise InputError(f"the HTTP service needs {_module}: pip install '.[serve]' in a checkout")
 
 from keepcover.serve.app import create_app  # noqa: E402
 from keepcover.serve.deployment import Deployment  # noqa: E402

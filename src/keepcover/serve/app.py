@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from keepcover.serve.logs import log
 from keepcover.serve.metrics import CONTENT_TYPE, Metrics
 from keepcover.serve.observing import Observe
 from keepcover.serve.problems import STATUS, Problem
-from keepcover.serve.reading import Reader
+from keepcover.serve.reading import Query, Reader
 from keepcover.serve.schemas import PER_QUERY, Answer, Description, Refusal, State
 from keepcover.serve.settings import Settings
 
@@ -84,7 +84,20 @@ class Service:
         return self.predictor.predict(images, alpha=level[0], epsilon=level[1]).mask
 
     async def answer(self, request: Request) -> dict[str, Any]:
-        query = await self.reader.read(request)
+        """One clock for everything after the body: parsing, decoding, waiting, the model."""
+        read, limit = await self.reader.receive(request), self.settings.answer_timeout
+        clock = asyncio.timeout(limit)
+        try:
+            async with clock:
+                return await self._answer(request, read)
+        except TimeoutError:
+            if not clock.expired():  # the model's own
+                raise
+            raise Problem("timeout", f"no answer within {limit:g} s; try again later", retry_after=limit) from None
+
+    async def _answer(self, request: Request, read: Callable[[], Query]) -> dict[str, Any]:
+        self.batcher.check_room(1)
+        query = await self.reader.pool.run(read)
         request.state.images = len(query.images)
         self.batcher.check_room(len(query.images))
         if self.repeats is not None:
@@ -93,7 +106,7 @@ class Service:
         self.metrics.add("accepted_total")
         self.metrics.queue(self.batcher.waiting)
         try:
-            masks = await self.batcher.answer(job, self.settings.answer_timeout)
+            masks = await self.batcher.answer(job)
         finally:
             self.metrics.queue(self.batcher.waiting)
         self.metrics.add("answered_total")
@@ -134,6 +147,9 @@ class Service:
         status, word, detail = self.health()
         if status == 200 and not self.batcher.alive:
             return 503, "stopping" if self.batcher.stopping else "starting", None
+        pool = self.reader.pool
+        if status == 200 and (pool.full or pool.behind > self.settings.answer_timeout / 2):
+            return 503, "overloaded", f"requests wait {pool.behind:.0f} s to be parsed and decoded"
         return status, word, detail
 
 

@@ -115,13 +115,10 @@ class Batcher:
         self._wake.set()
         return job
 
-    async def answer(self, job: Job, timeout: float) -> Tensor:
-        """The masks [n, K] of an accepted job."""
+    async def answer(self, job: Job) -> Tensor:
+        """The masks [n, K] of an accepted job; cancelled, the job gives its place in the queue back."""
         try:
-            async with asyncio.timeout(timeout):
-                return await job.answer
-        except TimeoutError:
-            raise Problem("timeout", f"no answer within {timeout:g} s; try again later", retry_after=timeout) from None
+            return await job.answer
         finally:
             if job in self._jobs:  # nobody waits for it any more
                 self._jobs.remove(job)

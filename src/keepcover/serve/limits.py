@@ -6,15 +6,32 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
+import math
+import os
 import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 
 from keepcover.serve.problems import Problem
+from keepcover.serve.settings import KIB
+
+HEAD = 16 * KIB
+THREADS = min(4, os.cpu_count() or 1)
+T = TypeVar("T")
+
+
+def check_head(scope: Scope) -> None:
+    """Refuse a request whose address and headers exceed :data:`HEAD` bytes, however they arrived."""
+    size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+    size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])  # ": " and the end of the line
+    if size > HEAD:
+        raise Problem("headers_too_large", f"the address and the headers exceed {HEAD} bytes")
 
 
 class BodyLimit:
@@ -72,6 +89,41 @@ class _Body:
             raise Problem(
                 "body_too_large", f"the body exceeds {self.limit.max_body} bytes; send fewer images per request"
             )
+
+
+class ReadingPool:
+    """Threads that parse and decode bodies: a few at work, so many waiting, and no more.
+
+    A body is untrusted work, so it gets no thread of the event loop's own pool, and what is given up while it waits is
+    never done.
+
+    Args:
+        room: requests that may be here, at work or waiting.
+        threads: how many are at work.
+    """
+
+    def __init__(self, room: int, threads: int = THREADS) -> None:
+        self.room = room
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="keepcover-read")
+        self._here: dict[Future[Any], float] = {}  # since when
+
+    @property
+    def full(self) -> bool:
+        return len(self._here) >= self.room
+
+    @property
+    def behind(self) -> float:
+        """Seconds since the oldest request that is still here came."""
+        return time.monotonic() - min(list(self._here.values()), default=math.inf)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Do the work on one of the threads, or refuse at once."""
+        if self.full:
+            raise Problem("overloaded", f"{self.room} requests wait to be read; try again later", retry_after=1.0)
+        future = self._threads.submit(work)
+        self._here[future] = time.monotonic()
+        future.add_done_callback(self._here.pop)
+        return await asyncio.wrap_future(future)
 
 
 class Bearer:
@@ -148,8 +200,23 @@ def _network(client: str) -> str:
         >>> _network("192.0.2.1"), _network("2001:db8::1") == _network("2001:db8::2"), _network("a socket")
         ('192.0.2.1', True, 'a socket')
     """
+    client = plain_address(client)
     try:
         address = ipaddress.ip_address(client)
     except ValueError:
         return client
-    return client if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
+    return client if address.version == 4 else str(ipaddress.ip_network((int(address), 64), strict=False))
+
+
+def plain_address(host: str) -> str:
+    """An IPv4 client of a socket that listens on IPv6 as what it is.
+
+    Example:
+        >>> plain_address("::ffff:192.0.2.1"), plain_address("2001:db8::1"), plain_address("a socket")
+        ('192.0.2.1', '2001:db8::1', 'a socket')
+    """
+    try:
+        mapped = getattr(ipaddress.ip_address(host), "ipv4_mapped", None)
+    except ValueError:
+        return host
+    return host if mapped is None else str(mapped)

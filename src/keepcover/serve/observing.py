@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from keepcover.serve.limits import check_head
 from keepcover.serve.logs import log
 from keepcover.serve.metrics import Metrics
 from keepcover.serve.problems import Problem
@@ -42,16 +43,21 @@ class Observe:
                 headers["cache-control"] = "no-store"  # the next answer to the same request is another draw
             await send(message)
 
+        async def refuse(problem: Problem) -> None:
+            state["code"] = problem.code
+            await JSONResponse(problem.body(state["request_id"]), problem.status)(scope, receive, watched)
+
         try:
+            check_head(scope)
             await self.app(scope, receive, watched)
         except ClientDisconnect:
             pass
+        except Problem as problem:
+            await refuse(problem)
         except Exception:
             log.exception("failure", extra={"fields": {"request_id": state["request_id"]}})
             if not status:
-                problem = Problem("internal", "the service failed on this request; it is logged under its id")
-                state["code"] = problem.code
-                await JSONResponse(problem.body(state["request_id"]), problem.status)(scope, receive, watched)
+                await refuse(Problem("internal", "the service failed on this request; it is logged under its id"))
         finally:
             self._note(scope, str(status or "gone"), time.perf_counter() - start)
 

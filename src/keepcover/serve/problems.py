@@ -14,6 +14,7 @@ STATUS = {
     "unsupported_media_type": 415,
     "invalid": 422,
     "repeated": 429,
+    "headers_too_large": 431,
     "internal": 500,
     "overloaded": 503,
     "timeout": 503,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,10 @@ from starlette.requests import Request
 from torch import Tensor
 
 from keepcover.prediction.predictor import Level, Predictor
-from keepcover.serve.images import FORMATS, decode, takes_files
+from keepcover.serve.images import FORMATS, PASSES, decode, takes_files
+from keepcover.serve.limits import ReadingPool
 from keepcover.serve.problems import Problem, invalid
-from keepcover.serve.schemas import SEED, explain, request_model
+from keepcover.serve.schemas import SEED, check_structure, explain, request_model
 from keepcover.serve.settings import KIB, Settings
 
 
@@ -30,28 +33,30 @@ class Query:
 
 
 class Reader:
-    """Reads requests for one predictor."""
+    """Reads requests for one predictor: bodies as they arrive, what they say on threads of its own."""
 
     def __init__(self, predictor: Predictor, shape: tuple[int, ...], settings: Settings) -> None:
         self.shape, self.settings = shape, settings
         alphas, epsilons = (list(dict.fromkeys(values)) for values in zip(*predictor.levels, strict=True))
         self.promises = {level: predictor.guarantee_for(*level) for level in predictor.levels}
         self.model = request_model(shape, settings.max_images, alphas, epsilons)
+        self.pool = ReadingPool(settings.max_queue)
 
-    async def read(self, request: Request) -> Query:
+    async def receive(self, request: Request) -> Callable[[], Query]:
+        """Wait for the whole body; what is returned understands it, at a cost, and is for :attr:`pool`."""
         if request.query_params:
             raise invalid(f"expected no query parameters, got {', '.join(sorted(request.query_params))[:80]}; {SEED}")
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind == "application/json":
-            images, alpha, epsilon = await asyncio.to_thread(self._json, await request.body())
-        elif kind == "multipart/form-data" and takes_files(self.shape):
-            images, alpha, epsilon = await self._multipart(request)
-        else:
-            files = " or multipart/form-data with image files" if takes_files(self.shape) else ""
-            raise Problem(
-                "unsupported_media_type", f"expected content type application/json{files}, got {kind[:80] or 'none'}"
-            )
-        return Query(images, self._level(alpha, epsilon))
+            return partial(self._json, await request.body())
+        if kind == "multipart/form-data" and takes_files(self.shape):
+            async with form_of(request, self.settings.max_images, max_part_size=KIB) as form:
+                level = self._level(*(_number(form, name) for name in ("alpha", "epsilon")))
+                return partial(self._decode, await self._files(form), level)
+        files = " or multipart/form-data with image files" if takes_files(self.shape) else ""
+        raise Problem(
+            "unsupported_media_type", f"expected content type application/json{files}, got {kind[:80] or 'none'}"
+        )
 
     def _level(self, alpha: float | None, epsilon: float | None) -> Level:
         first = next(iter(self.promises))
@@ -61,22 +66,14 @@ class Reader:
             raise invalid(f"this predictor was calibrated for {known}; got alpha {level[0]:g}, epsilon {level[1]:g}")
         return level
 
-    def _json(self, body: bytes) -> tuple[Tensor, float | None, float | None]:
+    def _json(self, body: bytes) -> Query:
+        check_structure(body, self.shape, self.settings.max_images)
         try:
             parsed: Any = self.model.model_validate_json(body)
         except ValidationError as error:
             raise explain(error.errors(include_url=False)[0], self.shape, self.settings.max_images) from None
-        return torch.from_numpy(np.array(parsed.images, dtype=np.float32)), parsed.alpha, parsed.epsilon
-
-    async def _multipart(self, request: Request) -> tuple[Tensor, float | None, float | None]:
-        try:
-            async with request.form(max_files=self.settings.max_images, max_fields=2, max_part_size=KIB) as form:
-                files = await self._files(form)
-                alpha, epsilon = (_number(form, name) for name in ("alpha", "epsilon"))
-        except HTTPException as error:  # Starlette's parser
-            raise Problem("bad_request", f"expected multipart/form-data: {error.detail}") from None
-        images = await asyncio.to_thread(self._decode, files)
-        return images, alpha, epsilon
+        level = self._level(parsed.alpha, parsed.epsilon)
+        return Query(torch.from_numpy(np.array(parsed.images, dtype=np.float64)), level)
 
     async def _files(self, form: FormData) -> list[tuple[str, bytes]]:
         files: list[tuple[str, bytes]] = []
@@ -92,13 +89,16 @@ class Reader:
             raise invalid(f"expected at least one file in the form field images ({', '.join(FORMATS)})")
         return files
 
-    def _decode(self, files: list[tuple[str, bytes]]) -> Tensor:
+    def _decode(self, files: list[tuple[str, bytes]], level: Level) -> Query:
         channels, height, width = self.shape
+        settings = self.settings
+        # The files of one request share its work; one of exactly the model's size may always have its passes.
+        work = PASSES * max(settings.max_pixels // len(files), height * width)
         arrays = [
-            decode(content, (channels, height, width), name, self.settings.resize, self.settings.max_pixels)
+            decode(content, (channels, height, width), name, settings.resize, settings.max_pixels, work)
             for name, content in files
         ]
-        return torch.from_numpy(np.stack(arrays))
+        return Query(torch.from_numpy(np.stack(arrays)), level)
 
     def openapi(self) -> dict[str, Any]:
         """The request body, for OpenAPI."""
@@ -122,6 +122,21 @@ class Reader:
             }
             content["multipart/form-data"] = {"schema": form, "encoding": {"images": {"contentType": kinds}}}
         return {"required": True, "content": content}
+
+
+@asynccontextmanager
+async def form_of(request: Request, max_files: int, max_part_size: int) -> AsyncIterator[FormData]:
+    """The multipart form of a request, or a refusal (400) of whatever its parser raises at it."""
+    try:
+        form = await request.form(max_files=max_files, max_fields=2, max_part_size=max_part_size)
+    except HTTPException as error:  # Starlette's parser
+        raise Problem("bad_request", f"expected multipart/form-data: {error.detail}") from None
+    except ValueError:  # charsets that are codecs but not for text, like punycode
+        raise Problem("bad_request", "expected multipart/form-data in UTF-8; name no other charset") from None
+    try:
+        yield form
+    finally:
+        await form.close()
 
 
 def _number(form: FormData, name: str) -> float | None:

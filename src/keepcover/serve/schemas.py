@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+import reprlib
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema, create_model
@@ -15,6 +18,10 @@ PER_QUERY = (
     "repeated queries about one image: every answer draws fresh noise, so whoever asks often enough sees a set miss."
 )
 SEED = "noise is drawn fresh from the operating system for every answer and cannot be set"
+
+
+FIELDS = ("images", "alpha", "epsilon")
+_NAME = re.compile(rb'"([^"\\]*+)"\s*+:')
 
 
 class Set(BaseModel):
@@ -45,7 +52,7 @@ class Limits(BaseModel):
     max_queue: int = Field(description="Images that may wait; beyond it 503 with Retry-After.")
     max_body: int = Field(description="Bytes per request body.")
     body_timeout: float = Field(description="Seconds to send a body.")
-    answer_timeout: float = Field(description="Seconds from acceptance to answer.")
+    answer_timeout: float = Field(description="Seconds from the arrival of the body to the answer.")
     resize: str = Field(description="What happens to image files of another size.")
     repeat_limit: int | None = Field(description="Answers to the same image per client and window; null for no limit.")
     repeat_window: float | None = Field(description="Seconds.")
@@ -114,19 +121,53 @@ def request_model(
     )
 
 
+def check_structure(body: bytes, shape: tuple[int, ...], max_images: int) -> None:
+    """Refuse what no request can hold, in one pass over the bytes, before the parser builds it.
+
+    The first unknown or repeated name ends it. Twice the lists and numbers of a full request are let through, so that a
+    request a little too large is still told what exactly is wrong with it.
+
+    Example:
+        >>> check_structure(b'{"images": [[[[0, 0.5]]]]}', (1, 1, 2), 4)
+        >>> check_structure(b'{"images": [[[[0, 0.5]]]], "draws": 9}', (1, 1, 2), 4)
+        Traceback (most recent call last):
+        keepcover.serve.problems.Problem: unknown field 'draws'; the fields are images, alpha and epsilon
+    """
+    seen: set[str] = set()
+    for found in _NAME.finditer(body):
+        name = found[1][:200].decode("utf-8", "replace")
+        if name not in FIELDS:
+            raise unknown(name)
+        if name in seen:
+            raise invalid(f"expected the field {name} once, got it again")
+        seen.add(name)
+    lists = 1 + max_images * sum(math.prod(shape[:depth]) for depth in range(len(shape)))
+    full = {"commas": max_images * math.prod(shape) + 2, "lists": lists, "objects": 1, "quotation marks": 6}
+    for (what, most), mark in zip(full.items(), (b",", b"[", b"{", b'"'), strict=True):
+        if (count := body.count(mark)) > 2 * most + 10:
+            raise invalid(
+                f"expected 1 to {max_images} images of shape {' x '.join(map(str, shape))}, which take {most} {what} at most, "
+                f"got {count}"
+            )
+
+
+def unknown(name: str) -> Problem:
+    """The refusal of a field that is not there; of a long name only its beginning."""
+    hint = SEED if name == "seed" else "the fields are images, alpha and epsilon"
+    return invalid(f"unknown field {reprlib.repr(name)}; {hint}")
+
+
 def explain(error: ErrorDetails, shape: tuple[int, ...], max_images: int) -> Problem:
     """One validation error as a refusal that says where, what was expected, what was found, and what to do."""
     kind, path = error["type"], error["loc"]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".") or "the body"
-    found = repr(error["input"])
-    found = found if len(found) <= 40 else f"{found[:37]}..."
+    found = reprlib.repr(error["input"])[:60]
     sizes = " x ".join(map(str, shape))
     context = error.get("ctx", {})
     if kind == "json_invalid":
         return Problem("bad_request", f"expected JSON: {context.get('error', 'it cannot be parsed')}")
     if kind == "extra_forbidden":
-        hint = SEED if path[-1] == "seed" else "the fields are images, alpha and epsilon"
-        return invalid(f"unknown field {where}; {hint}")
+        return unknown(str(path[-1]))
     if kind == "missing":
         return invalid(f"expected the field {where}: a list of images of shape {sizes}, channels first")
     if kind in ("too_short", "too_long"):

@@ -11,6 +11,8 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import uvicorn
@@ -21,34 +23,63 @@ from keepcover.errors import InputError
 from keepcover.serve import logs
 from keepcover.serve.app import warm_up
 from keepcover.serve.deployment import Deployment
+from keepcover.serve.limits import HEAD, plain_address
 from keepcover.serve.logs import log
 from keepcover.serve.workers import STARTUP_FAILURE, end_with_parent, supervise
+
+BACKLOG = 128
+full = logging.getLogger("keepcover.serve.connections")
+
+
+def most_connections() -> int:
+    """What the limit on open files leaves: the event loop may hold a backlog accepted and another one not yet closed."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 512
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1024 if files == resource.RLIM_INFINITY else max(16, min(1024, files - 2 * BACKLOG - 64))
 
 
 class Protocol(H11Protocol):
     """uvicorn's HTTP protocol, which hangs up on clients that neither ask nor leave.
 
-    Between requests uvicorn waits for ever for the rest of a half-sent header, and for a client to take its answer.
+    Between requests uvicorn waits for ever for the rest of a half-sent header, and for a client to take its answer, and
+    takes connections until the process has no files left. Here a connection beyond the most there may be costs the one
+    that has been idle for longest, those first that never asked anything.
     h11 rather than httptools, because it bounds the size of headers.
     """
+
+    most = most_connections()
 
     idle = 20.0  # seconds between looks; a connection with no request in progress at two looks is closed
     longest = 600.0  # seconds one request may be in progress, whatever it waits for
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.client is not None:
+            self.client = (plain_address(self.client[0]), self.client[1])
         self._last, self._since = self.cycle, self.loop.time()
         self._watch = self.loop.call_later(self.idle, self._look)
+        if len(self.connections) > self.most:
+            waiting: Any = (one for one in self.connections if not one._asking)  # type: ignore[union-attr]
+            oldest = min(waiting, key=lambda one: (one.cycle is not None, one._since))
+            self.connections.discard(oldest)
+            oldest.transport.abort()
+            full.warning("more than %d connections: the longest idle are closed", self.most)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._watch.cancel()
         super().connection_lost(exc)
 
+    @property
+    def _asking(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _look(self) -> None:
-        asking = self.cycle is not None and not self.cycle.response_complete
         if self.cycle is not self._last:
             self._last, self._since = self.cycle, self.loop.time()
-        elif not asking or self.loop.time() - self._since > self.longest:
+        elif not self._asking or self.loop.time() - self._since > self.longest:
             self.transport.abort()
             return
         self._watch = self.loop.call_later(self.idle, self._look)
@@ -69,7 +100,8 @@ def run(
         deployment: what to serve.
         host, port: where; port 0 takes a free one and logs it.
         workers: processes that share the port, each with its own model and queue.
-        trusted_proxies: addresses whose ``X-Forwarded-For`` is believed, comma separated; nobody's by default.
+        trusted_proxies: addresses and networks whose ``X-Forwarded-For`` is believed, comma separated; nobody's by
+            default. The client is the last address in it that is not one of these.
         log_level: debug, info, warning or error.
     """
     if workers < 1:
@@ -87,8 +119,10 @@ def run(
         "log_level": log_level,
         "access_log": False,
         "server_header": False,
+        "backlog": BACKLOG,
+        "h11_max_incomplete_event_size": 2 * HEAD,  # the application refuses at HEAD; this bounds what never ends
         "proxy_headers": trusted_proxies is not None,
-        "forwarded_allow_ips": trusted_proxies,
+        "forwarded_allow_ips": _proxies(trusted_proxies),
         "timeout_graceful_shutdown": max(1, round(deployment.settings.shutdown_timeout)),
     }
     with bind(host, port) as listener:
@@ -104,17 +138,46 @@ def run(
             return supervise(_worker, (shared, listener, options), workers, patience)
 
 
-def _serve(app: FastAPI, listener: socket.socket, options: dict[str, Any]) -> int:
+def _proxies(given: str | None) -> str | None:
+    """Refuse what uvicorn would take as everybody, or as the name of nobody."""
+    for part in (given or "127.0.0.1").split(","):
+        try:
+            everybody = ipaddress.ip_network(part.strip()).prefixlen == 0
+        except ValueError:
+            everybody = True
+        if everybody:
+            raise InputError(
+                f"expected --trusted-proxies as addresses or networks like 10.0.0.5,10.1.0.0/16, got {part.strip()!r}; where "
+                "everybody is trusted, a client can pretend to be any other"
+            )
+    return given
+
+
+class Announcing(uvicorn.Server):
+    """Tells when it answers, not before."""
+
+    def __init__(self, config: uvicorn.Config, announce: Callable[[], object]) -> None:
+        super().__init__(config)
+        self.announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.announce()
+
+
+def _serve(
+    app: FastAPI, listener: socket.socket, options: dict[str, Any], announce: Callable[[], object] = lambda: None
+) -> int:
     # uvicorn raises the signal again once it has shut down; by then nothing is left to end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    uvicorn.Server(uvicorn.Config(app, **options)).run(sockets=[listener])
+    Announcing(uvicorn.Config(app, **options), announce).run(sockets=[listener])
     if app.state.service.batcher.busy_since is not None:
         os._exit(1)  # the model hangs, and Python would wait for its thread for ever
     return 0
 
 
-def _worker(deployment: Deployment, listener: socket.socket, options: dict[str, Any]) -> None:
+def _worker(deployment: Deployment, listener: socket.socket, options: dict[str, Any], ready: Connection) -> None:
     """In a process of its own."""
     logging.config.dictConfig(options["log_config"])
     logging.captureWarnings(True)
@@ -124,7 +187,10 @@ def _worker(deployment: Deployment, listener: socket.socket, options: dict[str, 
     except InputError as error:
         log.error("cannot start", extra={"fields": {"error": str(error)}})
         sys.exit(STARTUP_FAILURE)
-    sys.exit(_serve(app, listener, options))
+    except Exception as error:  # a model of the user's may raise anything
+        log.exception("cannot start", extra={"fields": {"error": f"{type(error).__name__}: {error}"}})
+        sys.exit(STARTUP_FAILURE)
+    sys.exit(_serve(app, listener, options, lambda: ready.send(os.getpid())))
 
 
 def _announce(listener: socket.socket, deployment: Deployment, workers: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +21,12 @@ class Settings:
         max_images: images in one request.
         max_batch: images in one call of the model, taken from several requests.
         batch_wait: seconds a lone request waits for company.
-        max_queue: images that may wait; beyond it requests are answered 503 with Retry-After.
+        max_queue: images that may wait for the model, and requests that may wait to be parsed; beyond it requests are
+            answered 503 with Retry-After.
         max_body: bytes of one request body.
         max_bodies: bytes of all request bodies held at one time.
         body_timeout: seconds a client may take to send its body.
-        answer_timeout: seconds from acceptance to answer; then 503.
+        answer_timeout: seconds from the arrival of the body to the answer; then 503.
         shutdown_timeout: seconds to answer what was accepted after SIGTERM.
         resize: image files of another size: ``refuse``, ``stretch`` to the size, or ``crop`` the centre to the shape and
             resize. epsilon is then a distance between resized images.
@@ -78,8 +80,11 @@ class Settings:
             raise InputError(f"max_body {self.max_body} exceeds max_bodies {self.max_bodies}, the bound of them all")
         if self.resize not in RESIZE:
             raise InputError(f"expected resize among {', '.join(RESIZE)}, got {self.resize!r}")
-        if self.token is not None and (len(self.token) < 16 or not self.token.isascii() or " " in self.token):
-            raise InputError("expected a token of at least 16 ASCII characters without spaces: openssl rand -hex 32")
+        if self.token is not None and not re.fullmatch(r"[!-~]{16,}", self.token):
+            found = f"{len(self.token)} characters" if self.token else "an empty one"
+            raise InputError(
+                f"expected a token of at least 16 ASCII characters without spaces, got {found}: openssl rand -hex 32"
+            )
         if self.image_shape is not None and (not self.image_shape or min(self.image_shape) < 1):
             raise InputError(f"expected an image shape of positive sizes like (3, 32, 32), got {self.image_shape}")
 

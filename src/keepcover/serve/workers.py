@@ -13,30 +13,35 @@ from typing import Any
 
 from keepcover.serve.logs import log
 
-STARTUP_FAILURE = 3  # uvicorn's exit code for it: what failed once at startup would fail at every restart
+STARTUP_FAILURE = 3  # uvicorn's exit code for it: what failed at the first start would fail at every other
+ATTEMPTS = 3
 
 
 def supervise(target: Callable[..., None], arguments: tuple[Any, ...], workers: int, patience: float) -> int:
     """Run ``target`` in so many processes until SIGTERM or SIGINT, then end them and return the exit code.
 
+    A worker that ends is replaced. When the first fails to start, or when several in a row end before one is ready, what
+    they say in the log would be said for ever: this ends as well.
+
     Args:
-        target: a function of a module, called with ``arguments`` in fresh processes.
+        target: a function of a module, called with ``arguments`` and a connection to send on when ready, in fresh processes.
         arguments: whatever pickles between parent and child, sockets included.
         workers: how many.
         patience: seconds between SIGTERM and SIGKILL for the workers.
     """
     context = multiprocessing.get_context("spawn")
     stop = threading.Event()
+    reports, ready = context.Pipe(duplex=False)  # no event: its semaphore would outlive a parent that is killed
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
 
     def begin() -> Any:
-        process = context.Process(target=target, args=arguments)
+        process = context.Process(target=target, args=(*arguments, ready))
         process.start()
         return process
 
     processes = [begin() for _ in range(workers)]
-    failed = False
+    failed, served, failures = False, False, 0
     while not stop.is_set():
         ended = wait([process.sentinel for process in processes], timeout=0.2)
         for at, process in enumerate(processes):
@@ -44,7 +49,12 @@ def supervise(target: Callable[..., None], arguments: tuple[Any, ...], workers: 
                 continue
             process.join()
             log.error("worker ended", extra={"fields": {"pid": process.pid, "code": process.exitcode}})
-            if process.exitcode == STARTUP_FAILURE:
+            failures += 1
+            while reports.poll():
+                reports.recv()
+                served, failures = True, 0
+            if failures == ATTEMPTS or (process.exitcode == STARTUP_FAILURE and not served):
+                log.error("gave up: workers end before they are ready", extra={"fields": {"attempts": failures}})
                 failed = True
                 stop.set()
             elif not stop.wait(1.0):

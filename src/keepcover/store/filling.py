@@ -117,6 +117,7 @@ class Filling:
 
     def __enter__(self) -> Filling:
         if self.todo:
+            self.store.check_writable()
             self.store.write_index()
         return self
 
@@ -155,10 +156,12 @@ class Filling:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.bar.close()
-        if kind is None:
-            for bad in set(self._damaged) - set(self._asked):  # other chunks are in their place now
-                (self.store.folder / bad.name).unlink(missing_ok=True)
-        self.store.finish()
+        try:
+            if kind is None:
+                for bad in set(self._damaged) - set(self._asked):  # other chunks are in their place now
+                    self.store.remove(bad)
+        finally:
+            self.store.finish()
 
     @property
     def facts(self) -> dict[str, Any]:

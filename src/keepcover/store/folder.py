@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import shutil
+import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,15 +27,17 @@ from torch import Tensor
 from keepcover.engine.smoother import Smoother, evaluation_mode
 from keepcover.errors import InputError
 from keepcover.files import make_folder, write_atomically
-from keepcover.store.chunk import DamagedError, encode
+from keepcover.sealing import DamagedError
+from keepcover.store.chunk import encode
 from keepcover.store.filling import Filled, Filling, compute_chunk, read_chunk
 from keepcover.store.grid import Chunk, Grid
-from keepcover.store.index import INDEX, Facts, find_facts, index_bytes
+from keepcover.store.index import INDEX, Facts, find_facts, index_bytes, listing
 from keepcover.store.key import StoreKey
 from keepcover.store.reader import StoreReader
 from keepcover.tasks.metrics import check_labels
 
 CHUNK_DRAWS = 64
+SECONDS_TO_BE_STALE = 86400.0  # a temporary file this old has lost its writer: writing one takes seconds
 CHUNK_ROWS = {"cpu": 2048, "cuda": 16384}  # noisy images per chunk unless asked otherwise: a minute, or one pass
 
 
@@ -167,9 +171,7 @@ class LogitStore(StoreReader):
             make_folder(self.folder)
             write_atomically(path, content)
         except OSError as error:
-            # A temporary file that vanishes was swept up by another worker that has stored this very chunk.
-            if not (isinstance(error, FileNotFoundError) and path.is_file()):
-                raise self._unwritable(chunk.name, len(content), error) from None
+            raise self._unwritable(f"{chunk.name} ({size_in_words(len(content))})", error) from None
         try:
             entry = self._inspect(chunk)
         except DamagedError as reason:
@@ -179,11 +181,11 @@ class LogitStore(StoreReader):
             self.damaged.pop(chunk, None)
         return len(content)
 
-    def _unwritable(self, name: str, size: int, error: OSError) -> InputError:
+    def _unwritable(self, name: str, error: OSError) -> InputError:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         why, what = ("the disk is full", "free some space") if full else (error.strerror or str(error), "mend that")
         return InputError(
-            f"cannot write {name} ({size_in_words(size)}) into {self.folder}: {why}. What is stored there is intact "
+            f"cannot write {name} into {self.folder}: {why}. What is stored there is intact "
             f"({len(self.entries)} chunks); {what} and run the same again, it goes on from there"
         )
 
@@ -208,7 +210,19 @@ class LogitStore(StoreReader):
             if not path.is_file() or path.read_bytes() != content:
                 write_atomically(path, content)
         except OSError as error:
-            raise self._unwritable(INDEX, len(content), error) from None
+            raise self._unwritable(INDEX, error) from None
+
+    def check_writable(self) -> None:
+        """Say before any work that files cannot be made here."""
+        try:
+            with tempfile.TemporaryFile(dir=make_folder(self.folder)) as file:
+                file.write(b"0" * 4096)
+        except OSError as error:
+            raise self._unwritable("files", error) from None
+
+    def remove(self, chunk: Chunk) -> None:
+        """Delete the file of a chunk, or say why not."""
+        _remove(self.folder / chunk.name)
 
     def finish(self) -> None:
         """The index of all there is, whoever wrote it, and no leftovers of writers that were killed."""
@@ -216,22 +230,33 @@ class LogitStore(StoreReader):
         with contextlib.suppress(InputError, OSError):
             self.refresh()
             self.write_index()
-            done = {INDEX, *(chunk.name for chunk in self.entries)}
             for path in self.folder.glob(".*.tmp"):
-                if _target(path) in done:
+                if _is_ours(path.name[1:].rsplit(".", 2)[0]) and _is_stale(path):
                     path.unlink(missing_ok=True)
 
 
-def _target(temporary: Path) -> str:
-    """The file that a temporary one would have become."""
-    return temporary.name[1:].rsplit(".", 2)[0]
+def _is_ours(name: str) -> bool:
+    return name == INDEX or Chunk.of_name(name) is not None
+
+
+def _is_stale(temporary: Path) -> bool:
+    """Whether a temporary file is too old to have a writer. Others of other writers are never touched: they may be alive."""
+    with contextlib.suppress(FileNotFoundError):
+        return time.time() - temporary.stat().st_mtime > SECONDS_TO_BE_STALE
+    return False
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot delete {path} ({error.strerror}); mend that and run the same again") from None
 
 
 def _clear(folder: Path) -> None:
-    for path in list(folder.iterdir()) if folder.is_dir() else []:
-        name = _target(path) if path.name.startswith(".") and path.suffix == ".tmp" else path.name
-        if name == INDEX or Chunk.of_name(name) is not None:
-            path.unlink(missing_ok=True)
+    for name in listing(folder):
+        if _is_ours(name):
+            _remove(folder / name)
 
 
 def size_in_words(count: int) -> str:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keepcover.errors import KeepcoverWarning
-from keepcover.store.chunk import FORMAT, JSON_MARK, DamagedError, checksum, describe, seal
+from keepcover.errors import InputError, KeepcoverWarning
+from keepcover.sealing import CHECKSUM, JSON_MARK, DamagedError, checksum, seal
+from keepcover.store.chunk import FORMAT, describe
 from keepcover.store.grid import Chunk, Grid
 from keepcover.store.key import StoreKey
 
@@ -61,7 +62,7 @@ def index_bytes(facts: Facts, entries: Sequence[Entry], classes: int | None) -> 
         for entry in sorted(entries, key=lambda entry: entry.chunk.name)
     ]
     draws = facts.grid.common_draws(entry.chunk for entry in entries)
-    head = {"checksum": "0" * 64, "format": FORMAT, **facts.to_dict(), "classes": classes, "draws": draws}
+    head = {"checksum": CHECKSUM, "format": FORMAT, **facts.to_dict(), "classes": classes, "draws": draws}
     return seal((json.dumps({**head, "chunks": chunks}, indent=1) + "\n").encode(), JSON_MARK)
 
 
@@ -69,20 +70,31 @@ def read_index(folder: Path) -> dict[str, Any]:
     """The index of a store, if there is one and its checksum is right."""
     content = (folder / INDEX).read_bytes()
     checksum(content, JSON_MARK)
-    index = json.loads(content)
-    if index.get("format") != FORMAT:
-        raise DamagedError(f"it has format {index.get('format')}, this version reads {FORMAT}")
+    try:
+        index = json.loads(content)
+        version = index["format"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedError(f"it is not an index of noisy logits ({error})") from None
+    if version != FORMAT:
+        raise DamagedError(f"it has format {version}, this version reads {FORMAT}")
     return index
 
 
+def listing(folder: Path) -> list[str]:
+    """Names in a folder, sorted; none where there is no folder, an error where it cannot be read."""
+    try:
+        return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise InputError(f"cannot list {folder} ({error.strerror}); expected a folder that you may read") from None
+
+
 def is_store(folder: Path) -> bool:
-    return (folder / INDEX).is_file() or any(Chunk.of_name(path.name) for path in folder.iterdir())
+    return any(name == INDEX or Chunk.of_name(name) for name in listing(folder))
 
 
 def find_facts(folder: Path) -> Facts | None:
     """Key and grid of the store in a folder, from its index or, where that is gone, from a chunk; None without either."""
-    if not folder.is_dir():
-        return None
+    names = listing(folder)
     try:
         return Facts.from_dict(read_index(folder))
     except FileNotFoundError:
@@ -93,10 +105,10 @@ def find_facts(folder: Path) -> Facts | None:
             KeepcoverWarning,
             stacklevel=3,
         )
-    for path in sorted(folder.iterdir()):
-        if Chunk.of_name(path.name) is not None:
+    for name in names:
+        if Chunk.of_name(name) is not None:
             try:
-                return Facts.from_dict(describe(path.read_bytes())[1])
+                return Facts.from_dict(describe((folder / name).read_bytes())[1])
             except (DamagedError, OSError):
                 continue
     return None

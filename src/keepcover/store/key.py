@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from keepcover.engine.fingerprint import fingerprint
 from keepcover.engine.inputs import batches, in_memory, length
-from keepcover.engine.smoother import Classifier, Smoother, fingerprint
+from keepcover.engine.smoother import Classifier, Smoother
 from keepcover.errors import InputError
 from keepcover.noise import Noise, Stream, get_noise
 
@@ -32,7 +33,7 @@ def data_fingerprint(data: Any) -> str:
             raise InputError(f"expected images of one shape, got {tuple(shape)} and {tuple(batch.images.shape[1:])}")
         shape = batch.images.shape[1:]
         count += len(batch)
-        pixels.update(batch.images.detach().cpu().float().contiguous().numpy().tobytes())
+        pixels.update(batch.images.detach().cpu().contiguous().numpy().tobytes())
         truth.update(batch.labels.cpu().long().contiguous().numpy().tobytes())
     text = f"{count} {tuple(shape or ())} {pixels.hexdigest()} {truth.hexdigest()}"
     return hashlib.sha256(text.encode()).hexdigest()

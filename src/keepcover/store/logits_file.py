@@ -28,6 +28,15 @@ def read_arrays(path: str | Path, *names: str) -> tuple[Tensor, ...]:
     return tuple(found[name] for name in names)
 
 
+def _numbers(path: Path, name: str, values: np.ndarray) -> Tensor:
+    if values.dtype.kind in "US":
+        raise InputError(
+            f"{path}: expected numbers in {name!r}, got text such as {values.ravel()[:1].tolist()}; number it with "
+            "np.unique(values, return_inverse=True)"
+        )
+    return torch.from_numpy(values)
+
+
 def _read(path: Path, names: tuple[str, ...]) -> tuple[list[str], dict[str, Tensor]]:
     """Every name in the file, and those of the wanted arrays that it holds."""
     if not path.is_file():
@@ -35,7 +44,7 @@ def _read(path: Path, names: tuple[str, ...]) -> tuple[list[str], dict[str, Tens
     try:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as archive:
-                return list(archive.files), {n: torch.from_numpy(archive[n]) for n in names if n in archive.files}
+                return list(archive.files), {n: _numbers(path, n, archive[n]) for n in names if n in archive.files}
         with safe_open(path, framework="pt") as file:
             present = list(file.keys())
             return present, {name: file.get_tensor(name) for name in names if name in present}

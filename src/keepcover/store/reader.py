@@ -15,9 +15,10 @@ from torch import Tensor
 from keepcover.engine.progress import Bar
 from keepcover.engine.smoother import as_range
 from keepcover.errors import InputError
-from keepcover.store.chunk import DamagedError, describe
+from keepcover.sealing import DamagedError
+from keepcover.store.chunk import describe
 from keepcover.store.grid import Chunk, cover
-from keepcover.store.index import INDEX, Entry, Facts, find_facts, is_store, read_index
+from keepcover.store.index import INDEX, Entry, Facts, find_facts, is_store, listing, read_index
 from keepcover.store.logits_file import read_arrays
 
 Rows = slice | range | Sequence[int] | Tensor | None
@@ -37,9 +38,10 @@ class StoreReader:
     def at(cls: type[Store], path: str | Path, progress: bool = True) -> Store:
         """A store that exists, by its own folder or by a folder that holds no other store."""
         path = Path(path)
+        names = listing(path)
         if not path.is_dir():
             raise InputError(f"no folder at {path}; make a store with `keepcover smooth`")
-        inner = [path] if is_store(path) else [p for p in sorted(path.iterdir()) if p.is_dir() and is_store(p)]
+        inner = [path] if is_store(path) else [path / name for name in names if is_store(path / name)]
         if not inner:
             raise InputError(f"{path} holds no store of noisy logits; make one with `keepcover smooth --out {path}`")
         if len(inner) > 1:
@@ -62,8 +64,7 @@ class StoreReader:
     def refresh(self) -> None:
         """Look at the folder again; files that have not changed since they were checked are not read again."""
         known, self._entries, self.damaged = self._entries or {}, {}, {}
-        names = sorted(path.name for path in self.folder.iterdir()) if self.folder.is_dir() else []
-        chunks = [chunk for chunk in map(Chunk.of_name, names) if chunk is not None]
+        chunks = [chunk for chunk in map(Chunk.of_name, listing(self.folder)) if chunk is not None]
         with Bar("checking", len(chunks), self.progress) as bar:
             for chunk in chunks:
                 with contextlib.suppress(FileNotFoundError):  # somebody restarts the store this very moment
@@ -87,10 +88,13 @@ class StoreReader:
             raise DamagedError(f"it cannot be read ({error.strerror})") from None
         if Facts.from_dict(about) != self.facts:
             raise DamagedError("it belongs to another store")
-        stated = Chunk(range(*about["rows"]), range(*about["draws"]))
+        try:
+            stated, classes = Chunk(range(*about["rows"]), range(*about["draws"])), int(about["classes"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedError(f"it does not say what it holds ({error})") from None
         if stated != chunk or not self.grid.fits(chunk):
             raise DamagedError(f"it holds {stated}, which is not its place")
-        return Entry(chunk, digest, about["classes"], stat.st_size, stat.st_mtime_ns)
+        return Entry(chunk, digest, classes, stat.st_size, stat.st_mtime_ns)
 
     @property
     def classes(self) -> int | None:
@@ -122,10 +126,10 @@ class StoreReader:
         damaged = {chunk.name: reason for chunk, reason in self.damaged.items()}
         try:
             Facts.from_dict(read_index(self.folder))
-        except DamagedError as reason:
-            damaged[INDEX] = str(reason)
         except FileNotFoundError:
             pass  # a store without an index lacks nothing
+        except (DamagedError, OSError) as reason:
+            damaged[INDEX] = str(reason)
         return damaged
 
     def summary(self) -> dict[str, Any]:

@@ -30,6 +30,8 @@ class Classification(Task):
         score: non-conformity of labels: a name, a :class:`Score` or a function of logits.
         class_names: for reading sets.
         classes: K, once outputs have been seen.
+        open_labels: allow the label -1 for a point whose class the model does not have. Every set misses it, so it counts as
+            missed, and the promise then includes queries of unknown classes.
 
     Example:
         >>> task = Classification("hps").seen(torch.zeros(5, 2, 3))
@@ -40,10 +42,10 @@ class Classification(Task):
     score: Score | str | Callable[..., Tensor] = "hps"
     class_names: tuple[str, ...] | None = None
     classes: int | None = None
+    open_labels: bool = False
 
     name = "classification"
     words = "the set contains the true label of a query"
-    assumptions = ("The true label of every query is one of the classes that the model has an output for.",)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "score", get_score(self.score))
@@ -64,6 +66,11 @@ class Classification(Task):
         return self._score.bounded
 
     @property
+    def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
+        closed = "The true label is one of the classes that the model has: a query of another class is missed by every set."
+        return () if self.open_labels else (closed,)
+
+    @property
     def candidates(self) -> int | None:
         return self.classes
 
@@ -81,7 +88,7 @@ class Classification(Task):
         return self if self.classes == classes else replace(self, classes=classes)
 
     def check_truth(self, truth: Any, n: int) -> Tensor:
-        return check_labels(truth, n, self.classes or 2**31)
+        return check_labels(truth, n, self.classes or 2**31, -int(self.open_labels))
 
     def uniform(self, stream: Stream, ids: Tensor) -> Tensor:
         return stream.uniform(ids, "aps") if self._score.randomized else torch.zeros(len(ids), device=ids.device)
@@ -100,6 +107,11 @@ class Classification(Task):
         return Draws(values, unit=unit)
 
     def items(self, outputs: Tensor, truth: Tensor, reading: Reading, u: Tensor) -> Items:
+        if self.open_labels and bool((truth < 0).any()):
+            known = replace(self, open_labels=False).items(outputs, truth.clamp_min(0), reading, u)
+            # No class that the model has scores higher than a class that it does not have.
+            worst = torch.inf if reading.order and reading.transform is None else 1.0
+            return Items.single(Draws(known.draws.values.masked_fill((truth < 0)[:, None], worst), known.draws.unit))
         if not reading.order or not self._score.unfailing:  # what may be NaN is looked at as a whole
             return Items.single(self.prepare(outputs, reading, u).of_label(truth))
         labels = truth[:, None].expand(outputs.shape[:2])
@@ -136,8 +148,8 @@ class Classification(Task):
     def right(self, outputs: Tensor, truth: Tensor) -> Tensor:
         return (top_label(outputs) == truth[:, None]).double().mean(dim=1)
 
-    def groups(self, truth: Tensor) -> Tensor:
-        return truth
+    def groups(self, truth: Tensor) -> Tensor | None:
+        return None if self.open_labels else truth
 
     def probe(self) -> Tensor:
         logits, u = probes((self.classes or 2,), -4.0, 4.0), torch.tensor([0.2, 0.4, 0.6, 0.8])
@@ -145,7 +157,10 @@ class Classification(Task):
 
     def config(self) -> dict[str, Any]:
         names = None if self.class_names is None else list(self.class_names)
-        return {"name": self.name, "score": self._score.config(), "classes": self.classes, "class_names": names}
+        return {
+            "name": self.name, "score": self._score.config(), "classes": self.classes, "class_names": names,
+            "open_labels": self.open_labels,
+        }
 
     @classmethod
     def from_config(cls, config: dict[str, Any], score: Any = None) -> Classification:
@@ -163,7 +178,7 @@ class Classification(Task):
         if score.config() != saved:
             raise InputError(f"this predictor was calibrated with score {saved}, not {score.config()}")
         names: Sequence[str] | None = config["class_names"]
-        return cls(score, None if names is None else tuple(names), config["classes"])
+        return cls(score, None if names is None else tuple(names), config["classes"], config["open_labels"])
 
 
 def exceedances(rows: Tensor, thresholds: ndarray) -> Tensor:

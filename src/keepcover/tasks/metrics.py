@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -55,7 +56,8 @@ class Evaluation:
     Attributes:
         coverage: share of sets that contain the true label, with a 95 % Clopper-Pearson interval.
         size: mean number of labels per set; ``size_std`` is the spread between images.
-        singletons, empty, full: shares of sets with one label, none, all.
+        singletons, empty, full: shares of sets with one label, none, all. An empty set says that no label fits well enough;
+            it counts as missed, and mean sizes below 1 come from such sets.
         histogram: number of sets of each size 0..K.
         by_class: coverage per true class; ``by_size``: coverage per set size. Neither is promised.
         size_by_class: mean number of labels per true class.
@@ -82,17 +84,41 @@ class Evaluation:
         return asdict(self)
 
     def __str__(self) -> str:
-        return f"coverage {self.coverage}   size {self.size:.2f}   singletons {self.singletons:.1%}   {self.coverage.count} images"
+        empty = f"   empty {self.empty:.1%}" if self.empty else ""
+        return (
+            f"coverage {self.coverage}   size {self.size:.2f}   singletons {self.singletons:.1%}{empty}   "
+            f"{self.coverage.count} images"
+        )
 
 
-def check_labels(labels: Tensor, n: int, classes: int) -> Int[Tensor, " n"]:
+def as_labels(labels: Any) -> Tensor:
+    """Labels as a tensor; names are refused with a word on how to number them.
+
+    Example:
+        >>> as_labels(["cat", "dog"])
+        Traceback (most recent call last):
+        ...
+        keepcover.errors.InputError: expected integer class labels, got 'cat'; number them, names, labels = np.unique(labels, return_inverse=True), ...
+    """
+    try:
+        return torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError):
+        first = next(iter(np.asarray(labels, dtype=object).ravel().tolist()), None)
+        first = str(first) if isinstance(first, str) else first  # not numpy's kind, which prints its type
+        raise InputError(
+            f"expected integer class labels, got {first!r}; number them, names, labels = np.unique(labels, "
+            "return_inverse=True), in the order of the model's outputs, and give class_names=names"
+        ) from None
+
+
+def check_labels(labels: Any, n: int, classes: int, least: int = 0) -> Int[Tensor, " n"]:
     """Labels as int64, or an error that says which of them are wrong."""
-    labels = torch.as_tensor(labels)
+    labels = as_labels(labels)
     if labels.ndim != 1 or len(labels) != n:
         raise InputError(f"expected {n} labels in one dimension, got shape {tuple(labels.shape)}")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise InputError(f"expected integer class labels, got dtype {labels.dtype}")
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+    if len(labels) and not least <= int(labels.min()) <= int(labels.max()) < classes:
         raise InputError(
             f"expected labels between 0 and {classes - 1} (the model has {classes} outputs), got "
             f"{int(labels.min())} to {int(labels.max())}"
@@ -100,13 +126,13 @@ def check_labels(labels: Tensor, n: int, classes: int) -> Int[Tensor, " n"]:
     return labels.long()
 
 
-def measure(mask: Bool[Tensor, "n k"], labels: Int[Tensor, " n"]) -> Evaluation:
+def measure(mask: Bool[Tensor, "n k"], labels: Any) -> Evaluation:
     """Measure prediction sets against the truth.
 
     Example:
         >>> mask = torch.tensor([[True, False], [True, True], [False, True], [False, False]])
         >>> print(measure(mask, torch.tensor([0, 1, 0, 1])))
-        coverage 0.500 [0.068, 0.932]   size 1.00   singletons 50.0%   4 images
+        coverage 0.500 [0.068, 0.932]   size 1.00   singletons 50.0%   empty 25.0%   4 images
     """
     if mask.ndim != 2 or len(mask) == 0:
         raise InputError(f"expected a non-empty mask [images, classes], got shape {tuple(mask.shape)}")

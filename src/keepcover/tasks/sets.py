@@ -42,12 +42,12 @@ class PredictionSets:
         rows = [row.nonzero()[:, 0].tolist() for row in self.mask.cpu()]
         return rows if names is None else [[str(names[k]) for k in row] for row in rows]
 
-    def covers(self, truth: Tensor) -> Bool[Tensor, " n"]:
+    def covers(self, truth: Any) -> Bool[Tensor, " n"]:
         """Whether each set contains the true label."""
         labels = check_labels(truth, *self.mask.shape).to(self.mask.device)
         return self.mask.gather(1, labels[:, None])[:, 0]
 
-    def measure(self, truth: Tensor) -> Evaluation:
+    def measure(self, truth: Any) -> Evaluation:
         """Coverage, size and breakdowns against the true labels."""
         return measure(self.mask, truth)
 
@@ -74,10 +74,10 @@ class PredictionSets:
     def __repr__(self) -> str:
         n, classes = self.mask.shape
         mean = float(self.size.double().mean()) if n else 0.0
-        full = int(self.trivial.sum())
+        full, none = int(self.trivial.sum()), int((self.size == 0).sum())
         lines = [
             f"{n} prediction sets over {classes} classes, mean size {mean:.2f}, "
-            f"{full} of them the full label set; {100 * (1 - self.guarantee.alpha):g} % "
+            f"{full} of them the full label set{f', {none} empty' if none else ''}; {100 * (1 - self.guarantee.alpha):g} % "
             + (f"certified within {self.guarantee.threat.reach}" if self.guarantee.certified else "on clean data only")
         ]
         lines += [f"  {i}: {{{', '.join(map(str, row))}}}" for i, row in enumerate(self[:8])]

@@ -13,7 +13,7 @@ from keepcover.data import Labelled
 from keepcover.engine.progress import Bar, Report
 from keepcover.errors import InputError
 from keepcover.models.heads import backbone, check_head_is_last
-from keepcover.training.base import augment
+from keepcover.training.base import augment, padded_bytes
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class FeatureBank:
         check_head_is_last(model.to(device).eval(), data.images[:2].to(device))
         run = torch.compile(body) if compile else body
         generator = torch.Generator(device=device).manual_seed(seed)
-        padded = nn.functional.pad((data.images * 255).round().to(torch.uint8), [pad] * 4).to(device)
+        padded = padded_bytes(data.images, pad).to(device)
         bank: Tensor | None = None
         half = torch.autocast("cuda", torch.float16, enabled=device.type == "cuda")
         per_step = min(len(data), max(1, batch_size // copies))

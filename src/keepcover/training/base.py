@@ -21,9 +21,10 @@ from safetensors.torch import load as deserialize
 from torch import Tensor, nn
 
 from keepcover.data import Labelled
+from keepcover.engine.inputs import extremes
 from keepcover.engine.progress import Bar, Report
 from keepcover.errors import InputError
-from keepcover.files import make_folder, write_atomically
+from keepcover.files import check_folder, write_file
 from keepcover.models.checkpoints import weights_bytes
 from keepcover.training.optimise import Replayed, Sgd, copy_into, epoch_key
 from keepcover.training.resume import Checkpoint, checkpoint_path
@@ -64,6 +65,23 @@ class Recipe:
         return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))
 
 
+def padded_bytes(images: Tensor, pad: int) -> Tensor:
+    """Images in [0, 1] as uint8 pixels with a black border, for :func:`augment`. Beyond [0, 1] bytes would wrap around.
+
+    Example:
+        >>> padded_bytes(torch.ones(1, 1, 1, 1), 1)[0, 0].tolist()
+        [[0, 0, 0], [0, 255, 0], [0, 0, 0]]
+    """
+    low, high = extremes(images) if images.is_floating_point() else (math.nan, math.nan)
+    if not (low > -0.5 / 255 and high < 255.5 / 255):
+        found = f"values in [{low:.3g}, {high:.3g}]" if images.is_floating_point() else str(images.dtype)
+        raise InputError(
+            f"expected float images in [0, 1], the units of sigma, got {found}; divide 8-bit pixels by 255, and put any other "
+            "normalisation inside the model"
+        )
+    return nn.functional.pad((images * 255).round().to(torch.uint8), [pad] * 4)
+
+
 def augment(padded: Tensor, index: Tensor, pad: int, flip: bool, generator: torch.Generator | None = None) -> Tensor:
     """Random crops and flips of ``padded`` [n, c, h + 2 pad, w + 2 pad], uint8, as float images in channels-last memory."""
     height, width = padded.shape[2] - 2 * pad, padded.shape[3] - 2 * pad
@@ -87,8 +105,7 @@ class Trainer:
             raise InputError(f"expected at least one batch of {recipe.batch_size} images, got {len(data)}")
         self.device, self.recipe = torch.device(device), recipe
         self.model = model.to(self.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        pixels = (data.images * 255).round().to(torch.uint8)
-        self.padded = nn.functional.pad(pixels, [recipe.pad] * 4).to(self.device)
+        self.padded = padded_bytes(data.images, recipe.pad).to(self.device)
         self.labels = data.labels.to(self.device)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.sgd = Sgd(trained, recipe.momentum, recipe.weight_decay)
@@ -187,7 +204,7 @@ def train_base(
     starts from the weights it has: a trained classifier is fine-tuned, a fresh one trained.
     """
     out, checkpoint = Path(out), checkpoint_path(out)
-    make_folder(out.parent)
+    check_folder(out.parent, out.name, out.with_suffix(".json").name, checkpoint.name)
     check_logits(model, train, device)
     trainer = Trainer(model, train, recipe, device)
     belongs = {**asdict(recipe), "data": train.fingerprint}
@@ -234,8 +251,8 @@ def train_base(
         "hardware": hardware(trainer.device),
         "torch": torch.__version__,
     }
-    write_atomically(out, content)
-    write_atomically(out.with_suffix(".json"), (json.dumps(card, indent=1) + "\n").encode())
+    write_file(out, content)
+    write_file(out.with_suffix(".json"), (json.dumps(card, indent=1) + "\n").encode())
     checkpoint.unlink(missing_ok=True)
     return card
 

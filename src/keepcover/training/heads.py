@@ -22,7 +22,7 @@ from keepcover.engine.progress import Bar, Report
 from keepcover.errors import InputError
 from keepcover.models.heads import last_linear
 from keepcover.training.bank import FeatureBank
-from keepcover.training.base import augment
+from keepcover.training.base import augment, padded_bytes
 from keepcover.training.conformal import RCT, ConformalLoss, ConfTr, SoftSets
 from keepcover.training.optimise import Replayed, Sgd, copy_into, epoch_key
 from keepcover.training.resume import Checkpoint
@@ -113,7 +113,7 @@ class _Fresh:
     def __init__(self, model: nn.Module, data: Labelled, sigma: float, pad: int, flip: bool) -> None:
         device = next(model.parameters()).device
         self.model, self.sigma, self.pad, self.flip = model, sigma, pad, flip
-        self.padded = nn.functional.pad((data.images * 255).round().to(torch.uint8), [pad] * 4).to(device)
+        self.padded = padded_bytes(data.images, pad).to(device)
         self.labels = data.labels.to(device)
 
     def logits(self, index: Tensor, copies: int) -> Tensor:

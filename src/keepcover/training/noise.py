@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
+from keepcover.engine.inputs import check_images
 from keepcover.engine.progress import Bar, Report
 from keepcover.errors import InputError
 
 
 def fit_under_noise(
     model: nn.Module,
-    images: Float[Tensor, "n ..."],
+    images: Shaped[Tensor, "n ..."],
     labels: Int[Tensor, " n"],
     sigma: float,
     *,
@@ -25,7 +26,8 @@ def fit_under_noise(
     """Minimise cross-entropy on noisy images (AdamW, one-cycle), in place, and return the model in eval mode.
 
     An ordinary classifier collapses under noise; one trained like this keeps its accuracy at that sigma. sigma = 0 is
-    ordinary training.
+    ordinary training. Images are in [0, 1], the units of sigma: integers are refused, and pixels beyond that are warned of, as
+    :func:`keepcover.calibrate` does.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -43,6 +45,7 @@ def fit_under_noise(
             f"expected a finite sigma >= 0, at least 1 epoch, a batch size of at least 1 and lr > 0, got sigma {sigma}, "
             f"{epochs} epochs, batch size {batch_size}, lr {lr}"
         )
+    images = check_images(images)
     device = next(model.parameters()).device
     images, labels = images.to(device), labels.to(device)
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -55,7 +58,7 @@ def fit_under_noise(
             for index in torch.randperm(len(images), device=device, generator=generator).split(batch_size):
                 clean = images[index]
                 noise = torch.randn(clean.shape, device=device, generator=generator)
-                loss = nn.functional.cross_entropy(model(clean + sigma * noise), labels[index])
+                loss = nn.functional.cross_entropy(model((clean + sigma * noise).float()), labels[index])
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 optimizer.step()

@@ -1,4 +1,4 @@
-"""Checkpoints of training: written under a temporary name first, read only where they belong."""
+"""Checkpoints of training: written under a temporary name first, checksummed, read only where they belong."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as serialize
+from safetensors import SafetensorError
 from torch import Tensor
 
 from keepcover.errors import InputError
-from keepcover.files import write_atomically
+from keepcover.files import write_file
+from keepcover.sealing import pack, unpack
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,7 @@ class Checkpoint:
 
     def save(self, path: Path, recipe: Mapping[str, Any]) -> None:
         """Replace ``path`` in one step: a kill leaves the old checkpoint or the new one."""
-        state = {name: value.detach().cpu().contiguous() for name, value in self.state.items()}
-        facts = {"epoch": self.epoch, "seconds": self.seconds, "recipe": recipe}
-        write_atomically(path, serialize(state, {"keepcover": json.dumps(facts)}))
+        write_file(path, pack(self.state, {"epoch": self.epoch, "seconds": self.seconds, "recipe": recipe}))
 
     @classmethod
     def load(cls, path: Path, recipe: Mapping[str, Any], expected: Mapping[str, Tensor]) -> Checkpoint | None:
@@ -36,9 +34,7 @@ class Checkpoint:
         if not path.is_file():
             return None
         try:
-            with safe_open(path, framework="pt") as file:
-                facts = json.loads((file.metadata() or {}).get("keepcover", "{}"))
-                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            state, facts = unpack(path)
         except (SafetensorError, OSError, ValueError) as error:
             raise InputError(f"{path} is not a readable checkpoint ({error}); delete it to start over") from None
         if facts.get("recipe") != json.loads(json.dumps(recipe)):

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from keepcover.data import Labelled
+from keepcover.engine.fingerprint import fingerprint
 from keepcover.engine.progress import Report
-from keepcover.engine.smoother import fingerprint
 from keepcover.errors import InputError
-from keepcover.files import make_folder, write_atomically
+from keepcover.files import check_folder, write_file
 from keepcover.methods.base import Setting
 from keepcover.methods.exact import Exact
 from keepcover.methods.holdout import Holdout
@@ -151,7 +151,7 @@ def train_conformal(
     ``base`` names the weights that ``model`` carries. A ``bank`` built elsewhere over the same data is used as it is.
     """
     out, checkpoint = Path(out), checkpoint_path(out)
-    make_folder(out.parent)
+    check_folder(out.parent, out.name, out.with_suffix(".json").name, checkpoint.name)
     if not resume:
         checkpoint.unlink(missing_ok=True)
     check_logits(model, data, device)
@@ -223,6 +223,6 @@ def train_conformal(
         "history": history,
         "sha256": hashlib.sha256(content).hexdigest(),
     }
-    write_atomically(out, content)
-    write_atomically(out.with_suffix(".json"), (json.dumps(card, indent=1) + "\n").encode())
+    write_file(out, content)
+    write_file(out.with_suffix(".json"), (json.dumps(card, indent=1) + "\n").encode())
     return card

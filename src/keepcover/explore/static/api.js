@@ -22,11 +22,10 @@ async function ask(address, options) {
   return answer(response);
 }
 
-export const get = (path, parameters = {}, signal = undefined) =>
-  ask(`/api/${path}?${new URLSearchParams(parameters)}`, { signal });
+export const get = (path) => ask(`/api/${path}`);
 
-export const post = (path, value) =>
-  ask(`/api/${path}`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(value) });
+export const post = (path, value, signal = undefined) =>
+  ask(`/api/${path}`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(value), signal });
 
 export function upload(file, invert) {
   const form = new FormData();

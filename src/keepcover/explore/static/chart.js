@@ -20,11 +20,10 @@ function ticks(low, high, most) {
 }
 
 // lines: [{key, title, certified, points: [{x, mean, low, high}], whiskers}]
-export function chart(place, lines, { x, y, low, high, goal = null, label }) {
+export function chart(place, lines, { x, y, span, low, high, goal = null, label }) {
   const width = Math.max(place.clientWidth, 260), height = Math.min(340, Math.max(220, width * 0.45));
   const left = 44, right = 12, top = 12, bottom = 42;
-  const xs = lines.flatMap((line) => line.points.map((point) => point.x));
-  const first = Math.min(...xs), last = Math.max(...xs);
+  const [first, last] = span;
   const across = (value) => left + ((value - first) / (last - first || 1)) * (width - left - right);
   const up = (value) => height - bottom - ((Math.min(Math.max(value, low), high) - low) / (high - low)) * (height - top - bottom);
   const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": label });

@@ -1,6 +1,6 @@
 // The page's state and how its parts are told of changes.
 
-import { get } from "./api.js";
+import { get, post } from "./api.js";
 import * as attack from "./attack.js";
 import * as curves from "./curves.js";
 import { $, choices, fill, make, plural } from "./dom.js";
@@ -49,7 +49,7 @@ async function look() {
   const controller = page.controller = new AbortController();
   const slow = setTimeout(() => wait(controller), 250);
   try {
-    const found = await get("sets", { image: page.image, alpha: page.alpha, draws: page.draws }, controller.signal);
+    const found = await post("sets", { image: page.image, alpha: page.alpha, draws: page.draws }, controller.signal);
     page.found = found;
     gallery.caption(page, found);
     sets.draw(page.subject, found, page.step);
@@ -137,7 +137,7 @@ function standing() {
   const own = [
     "The explorer draws each image's noise once, from a fixed seed, so that sets do not flicker and are nested as ε moves. A deployed predictor draws fresh noise for every query, which is what the promise needs: an attacker who can guess the noise is not covered.",
     "Moving the controls and looking again is exploring. For a promise, fix α, ε and the number of draws before you look.",
-    "The promise is about a share of queries, not about the image on show, and for images like the test images; an upload from elsewhere has none.",
+    "The promise is about a share of queries, not about the image on show, and for images like the test images; an upload has none.",
     "Everything runs on this machine; the page loads nothing from outside it and sends nothing there. Uploads stay in memory until the explorer ends.",
     ...subject.notes,
     `keepcover ${subject.version}.`,

@@ -23,14 +23,16 @@ function card(subject, sets, method, step) {
   const labels = inside(found, step);
   const draws = method.noisy ? plural(found.draws, "noisy draw") : "1 clean evaluation";
   return make("article", { class: `card ${method.key}`, "data-method": method.key, "aria-label": method.title },
-    make("h3", {}, method.title, found.certified
-      ? make("span", { class: "badge yes" }, "certified")
-      : make("span", { class: "badge no" }, "not certified")),
+    make("h3", {}, method.title, sets.no_promise
+      ? make("span", { class: "badge no" }, "no promise")
+      : found.certified
+        ? make("span", { class: "badge yes" }, "certified")
+        : make("span", { class: "badge no" }, "not certified")),
     chips(subject, sets, labels),
     size(subject, labels.length, draws),
     bars(subject, sets, found, step),
     make("p", { class: "rule" }, `Rule: ${found.rules[step]}.`),
-    make("p", { class: "promise" }, found.promises[step]));
+    make("p", { class: "promise" }, sets.no_promise ?? found.promises[step]));
 }
 
 function chips(subject, sets, labels) {
@@ -46,7 +48,7 @@ function size(subject, count, draws) {
   const words = count === total
     ? [make("b", {}, "trivial set"), `: all ${total} labels, true but says nothing`]
     : count === 0
-      ? [make("b", {}, "empty set"), ": no label fits"]
+      ? [make("b", {}, "empty set"), ": no label fits this well enough; it counts as missed"]
       : [make("b", {}, `${count}`), ` of ${total} labels`];
   return make("p", { class: "size" }, ...words, make("br"), make("span", { class: "quiet" }, draws));
 }

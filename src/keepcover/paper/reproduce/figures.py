@@ -161,7 +161,7 @@ def draw_densities(rows: Sequence[dict[str, Any]]) -> Any:
         low, high, bins = row["bins"]
         width = (high - low) / bins
         centres = [low + (i + 0.5) * width for i in range(bins)]
-        axis.bar(centres, row["labels_per_image"], width=width, color="0.75")
+        axis.bar(centres, row["labels_per_image"], width=width, color=SOFT, alpha=0.4)
         axis.axvspan(row["tau"], row["inflated"], color=VANILLA, alpha=0.25, label="added by inflation")
         axis.axvline(row["tau"], color=CERTIFIED, label="threshold")
         axis.axvline(row["inflated"], color=VANILLA, ls="--", label="inflated threshold")

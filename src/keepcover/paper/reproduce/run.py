@@ -11,7 +11,7 @@ from typing import Any
 
 from keepcover.errors import InputError
 from keepcover.evaluation.manifest import manifest, write_results
-from keepcover.files import write_atomically
+from keepcover.files import check_folder, write_file
 from keepcover.paper.reproduce import show
 from keepcover.paper.reproduce.cells import Table
 from keepcover.paper.reproduce.figures import FROM_TABLES, Figure, figures
@@ -72,6 +72,7 @@ class Run:
                 self.say(f"{name}: done before")
                 files.append(path)
                 continue
+            check_folder(self.out, path.name)
             self.say(f"{name}: {item.title}")
             start = time.monotonic()
             try:
@@ -131,7 +132,7 @@ def write_page(path: Path) -> list[Path]:
         better = show.improvements(rows)
         lines += ["Improvement over the baseline:", "", *(f"- {line}" for line in better), ""] if better else []
         written.append(path.with_suffix(".md"))
-        write_atomically(written[-1], "\n".join(lines).encode())
+        write_file(written[-1], "\n".join(lines).encode())
         table = Grid(head, [[Cell(entry) for entry in line] for line in body])
     figure = draw(name, rows)
     if figure is not None:

@@ -98,7 +98,7 @@ class Pool:
                 return
             hand = min(free, key=lambda hand: len(hand.chunks))
             batch = read_chunk(data, chunk.rows)
-            images = self.ray.put(batch.images.detach().cpu().float().numpy())
+            images = self.ray.put(batch.images.detach().cpu().numpy())
             task = Task(hand, chunk, torch.as_tensor(batch.labels))
             self.running[hand.actor.compute.remote(images, chunk.rows, chunk.draws)] = task
             hand.chunks.append(chunk)
