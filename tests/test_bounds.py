@@ -13,10 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy import ndarray
-from scipy import stats
-from scipy.spatial import ConvexHull
-
 from keepcover.bounds.bounds import (
     bernstein,
     binomial_tail,
@@ -33,6 +29,10 @@ from keepcover.bounds.bounds import (
     majorant_gap,
     miss_rate,
 )
+from numpy import ndarray
+from scipy import stats
+from scipy.spatial import ConvexHull
+
 from keepcover.errors import InputError
 
 patient = settings(deadline=None, derandomize=True)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from keepcover.attacks.attacks import transfer
 from torch import Tensor, nn
 
 from keepcover import calibrate, fingerprint, load
 from keepcover.adapters import OnnxClassifier
 from keepcover.adapters.onnx_files import external_files
 from keepcover.attacks import audit
-from keepcover.attacks.attacks import transfer
 from keepcover.errors import InputError
 from keepcover.models import SmallCNN
 from keepcover.scores.scores import APS, HPS

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from keepcover.attacks.attacks import NoisyModel, pgd
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import keepcover
-from keepcover.attacks.attacks import NoisyModel, pgd
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.guarantee import Guarantee, conformal_rank, exact_level

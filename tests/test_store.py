@@ -20,13 +20,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from keepcover.evaluation.splits import evaluate_methods
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, KeepcoverWarning
-from keepcover.evaluation.splits import evaluate_methods
 from keepcover.noise.stream import Stream
 from keepcover.sealing import HEADER_MARK, JSON_MARK, seal
 from keepcover.store import Chunk, LogitStore, StoreKey, StoreReader, data_fingerprint, folder, read_logits
