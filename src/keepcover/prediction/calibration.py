@@ -177,7 +177,7 @@ def calibrate_outputs(
             task_, values[held], known[held], task_.uniform(Stream(seed, "holdout"), keys[held].to(values.device))
         ),
         items_of(task_, values, known, rows, question.reading, Stream(seed, "calibration"), keys),
-        task_, task_.right(values[:, 0:1], known),
+        task_, task_.right(values[:, 0:1], known), unknown=int((known[rows] < 0).sum()) if task_.open_labels else 0,
     )
     return _conclude(question, collected, added, where)
 
@@ -356,6 +356,7 @@ class _Collected:
     right: Tensor | None
     inputs: InputRange | None = None
     shape: tuple[int, ...] = ()
+    unknown: int = 0  # calibration points of classes that the model does not have
 
 
 def _collect(smoother: Smoother, parts: _Parts, question: Question, seed: int, only_holdout: bool = False) -> _Collected:
@@ -368,7 +369,7 @@ def _collect(smoother: Smoother, parts: _Parts, question: Question, seed: int, o
     keys: list[Tensor] = []
     inputs: InputRange | None = None
     shape: tuple[int, ...] = ()
-    task, warned, judged, asked = question.task, False, False, parts.batches(only_holdout)
+    task, warned, judged, unknown, asked = question.task, False, False, 0, parts.batches(only_holdout)
 
     def wanted() -> Iterator[tuple[Batch, range, Stream]]:
         nonlocal inputs, shape
@@ -395,6 +396,7 @@ def _collect(smoother: Smoother, parts: _Parts, question: Question, seed: int, o
             continue
         own = task.items(outputs, truth, question.reading, task.uniform(stream, batch.ids))
         items.append(own)
+        unknown += int((truth < 0).sum()) if task.open_labels else 0
         values.add(own.draws.values)
     holdout = None
     if truths:
@@ -405,7 +407,7 @@ def _collect(smoother: Smoother, parts: _Parts, question: Question, seed: int, o
         weights = [part.weight.cpu() for part in items if part.weight is not None]
         unit = items[0].draws.unit
         found = Items(Draws(values.whole(), unit), sum(p.points for p in items), torch.cat(weights) if weights else None)
-    return _Collected(holdout, found, task, right.whole() if judged else None, inputs, shape)
+    return _Collected(holdout, found, task, right.whole() if judged else None, inputs, shape, unknown)
 
 
 def _warn_of_probabilities(outputs: Tensor) -> None:
@@ -444,7 +446,7 @@ def _conclude(question: Question, collected: _Collected, noise: Noise, shape: An
         rule.guarantee(question.task)
         own = rule.read(items)
         levels[level] = Calibrated(rule, torch.tensor(rule.threshold(own), dtype=torch.float64))
-        _refuse_what_is_missed_anyway(levels[level], own, level[0])
+        _refuse_what_is_missed_anyway(levels[level], collected.unknown, items.points, level[0])
         if levels[level].full:
             warnings.warn(
                 f"{rule.name} at alpha {level[0]:g}, epsilon {level[1]:g} can only return everything here; "
@@ -464,19 +466,16 @@ def _conclude(question: Question, collected: _Collected, noise: Noise, shape: An
     )
 
 
-def _refuse_what_is_missed_anyway(calibrated: Calibrated, items: Items, alpha: float) -> None:
+def _refuse_what_is_missed_anyway(calibrated: Calibrated, unknown: int, n: int, alpha: float) -> None:
     """A class that the model does not have is in no set: a threshold that counts its points as covered promises too much."""
-    values, rule = items.draws.values, calibrated.rule
-    worst = torch.inf if rule.reading.order and rule.transform is None else 1.0
-    unknown = (values == worst).all(dim=1)
-    if not unknown.any() or worst != torch.inf:
-        return
-    draws = Draws(torch.full((1, rule.test_draws), worst))
-    if bool((rule.test_statistic(draws, torch.zeros(1)) <= calibrated.threshold).any()):
+    rule = calibrated.rule
+    worst = torch.full((1, rule.test_draws), torch.inf if rule.reading.order else 1.0)
+    draws = Draws(worst if rule.transform is None else rule.transform(worst), unit=not rule.reading.order or rule.transform is not None)
+    if unknown and bool((rule.test_statistic(draws, torch.zeros(1)) <= calibrated.threshold).any()):
         raise InputError(
-            f"{int(unknown.sum())} of {items.points} calibration points have a label that the model does not know, and its sets "
-            f"miss every such query: {rule.name} cannot promise {1 - alpha:.6g}. Train on more rows so that every label is met, "
-            "merge rare labels, or raise alpha"
+            f"{unknown} of {n} calibration points have a label that the model does not know, and its sets miss every such query: "
+            f"{rule.name} cannot promise {1 - alpha:.6g}. Train on more rows so that every label is met, merge rare labels, or "
+            "raise alpha"
         )
 
 
