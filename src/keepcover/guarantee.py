@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from keepcover.errors import InputError
+from keepcover.errors import InputError, KeepcoverWarning
 
 ASSUMPTIONS = (
     "Calibration and test points are exchangeable before the attack; the holdout is disjoint from both.",
@@ -20,7 +21,8 @@ ASSUMPTIONS = (
     "Everything tuned (rule, transform, sigma, draws) was tuned on the holdout, never on the calibration points.",
     "The promise is marginal and per query: not per class, not simultaneous over several alpha or epsilon, "
     "not for a level picked after seeing sets, and not for the best of many repeated queries.",
-    "Floating-point noise stands in for real Gaussian noise.",
+    "Pseudo-random numbers of a secret seed (Philox), added to the input and rounded with it to a grid of about sigma / 1024, "
+    "stand in for real Gaussian noise.",
 )
 
 
@@ -32,6 +34,22 @@ def exact_level(level: float | str | Fraction) -> Fraction:
         Fraction(1, 10)
     """
     return level if isinstance(level, Fraction) else Fraction(str(level))
+
+
+def warn_of_coverage(*alphas: float) -> None:
+    """Say so where alpha looks like the coverage that is wanted.
+
+    Example:
+        >>> warn_of_coverage(0.1)
+    """
+    for alpha in alphas:
+        if 0.5 < alpha < 1:
+            warnings.warn(
+                f"alpha is miscoverage: {alpha:g} promises that {100 * (1 - alpha):.6g} % of sets hold the truth; for "
+                f"{100 * alpha:.6g} % coverage give alpha {float(1 - exact_level(alpha)):g}",
+                KeepcoverWarning,
+                stacklevel=3,
+            )
 
 
 def conformal_rank(n: int, alpha: Fraction) -> int:

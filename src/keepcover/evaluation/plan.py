@@ -9,7 +9,7 @@ import torch
 
 from keepcover.bounds.bounds import gaussian_shift, hoeffding
 from keepcover.errors import InputError
-from keepcover.guarantee import Guarantee
+from keepcover.guarantee import Guarantee, warn_of_coverage
 from keepcover.methods import Setting
 from keepcover.methods.exact import RCP1, Exact, ExactAsymmetric
 from keepcover.methods.holdout import Holdout
@@ -58,6 +58,7 @@ def make_plan(
     holdout: Holdout | None = None,
 ) -> list[Plan]:
     """The best exact rules for these draws, RCP1, and what RSCP+ would pay for Monte Carlo error."""
+    warn_of_coverage(alpha)
     for method, budget in (("exact", None), ("rscp_plus_hoeffding", beta)):  # refused before anything is solved
         Guarantee(method, True, alpha, epsilon, sigma, draws, n, calibration_draws, budget)
     cal = max(calibration_draws, draws)

@@ -13,7 +13,7 @@ from torch import Tensor
 from keepcover.data.splits import Split, random_splits
 from keepcover.errors import InputError
 from keepcover.evaluation.observed import Observed
-from keepcover.guarantee import Guarantee
+from keepcover.guarantee import Guarantee, warn_of_coverage
 from keepcover.methods import METHODS, Setting, get_method
 from keepcover.methods.exact import CountRule
 from keepcover.methods.holdout import Holdout
@@ -278,6 +278,7 @@ def make_runners(
     requests: Sequence[Request], score: Score, *, alpha: float, sigma: float, beta: float, available: int, classes: int
 ) -> list[Runner]:
     """The methods to run on noisy logits with ``available`` draws."""
+    warn_of_coverage(alpha)
     for request in requests:
         check_request(available, (request.transform,), request.draws, request.calibration_draws)
 

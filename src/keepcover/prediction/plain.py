@@ -11,6 +11,7 @@ from torch import Tensor
 
 from keepcover.engine.inputs import check_probabilities, check_table, extremes
 from keepcover.errors import InputError
+from keepcover.guarantee import warn_of_coverage
 from keepcover.methods import Setting, SplitCP
 from keepcover.noise.stream import Stream, fresh_seed
 from keepcover.prediction.predictor import noisy_scores, score_uniform
@@ -69,6 +70,7 @@ def split_conformal(
     known = _checked(calibration[0], "calibration", function)
     n, classes = known.shape
     labels = _labels(calibration[1], n, classes).to(known.device)
+    warn_of_coverage(_level(alpha))
     rule = SplitCP(Setting(_level(alpha), 0.0, 0.0, 1, n, classes))
     guarantee = rule.guarantee("given" if function is None else function.name)
     values = _checked(test, "test", function)
