@@ -25,9 +25,7 @@ from keepcover.noise.stream import widened
 Classifier = nn.Module | Callable[[Tensor], Tensor]
 
 _held: Counter[int] = Counter()  # by id of a module left in train mode: how many run it in eval mode now
-_holding = (
-    threading.RLock()
-)  # of one thread with itself too: a generator that is collected leaves evaluation_mode anywhere
+_holding = threading.RLock()  # reentrant: a generator that is collected may leave evaluation_mode inside of it
 
 _MODE_DEPENDENT = (
     nn.modules.dropout._DropoutNd,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from keepcover.bounds import Counts, conformal_law, covered_at_most, covered_at_most_given, exact_level
 from keepcover.errors import InputError
-from keepcover.guarantee import Guarantee
+from keepcover.guarantee import Guarantee, warn_of_coverage
 from keepcover.methods.holdout import Holdout
 from keepcover.noise import Threat, get_threat
 from keepcover.promises import Promise
@@ -132,6 +132,7 @@ class Method(ABC):
                 f"{self.name} without PTT assumes scores in [0, 1], and {task.score_name!r} does not promise that; use "
                 "transform='ptt', a bounded score, or an exact certificate"
             )
+        warn_of_coverage(asked.alpha)
         draws, per_point = self.draws_used(asked.draws, asked.per_point)
         Guarantee(
             self.name, self.certified, asked.alpha, asked.threat, draws, asked.n, per_point, asked.promise, self.spent

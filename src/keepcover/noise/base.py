@@ -21,6 +21,7 @@ from keepcover.noise.norms import get_norm
 from keepcover.noise.stream import Stream
 
 Shape = tuple[int, ...]
+FRESH = "The noise of the query is fresh and unknown to the attacker, who may know everything else."
 
 
 class Noise(ABC):
@@ -36,10 +37,7 @@ class Noise(ABC):
     name: ClassVar[str]
     norms: ClassVar[tuple[str, ...]]
     concave: ClassVar[bool] = True
-    assumptions: ClassVar[tuple[str, ...]] = (
-        "The noise of the query is fresh and unknown to the attacker, who may know everything else.",
-        "Floating-point noise stands in for real noise.",
-    )
+    assumptions: ClassVar[tuple[str, ...]] = (FRESH, "Pseudo-random numbers of a secret seed (Philox) stand in for real noise.")
 
     @abstractmethod
     def noisy(self, images: Tensor, stream: Stream, ids: Tensor, draws: range) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from keepcover.engine.arrivals import Gathered
 from keepcover.engine.fingerprint import Identity
-from keepcover.engine.inputs import Batch, InputRange, batches, in_memory, length
+from keepcover.engine.inputs import Batch, InputRange, Rows, batches, in_memory, length
 from keepcover.engine.smoother import Classifier, Smoother
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.methods import Asked, Holdout, Method, Rule, get_method
@@ -61,7 +61,7 @@ def calibrate(
         sigma: standard deviation of Gaussian noise; epsilon to 2 epsilon works well for a model trained under that noise.
         noise: any other noise, in place of sigma.
         norm: in which epsilon is measured; the noise's own by default.
-        alpha: miscoverage; several are allowed.
+        alpha: miscoverage, 0.1 for 90 % coverage; several are allowed.
         promise: for whom, how surely and despite what; marginal by default.
         method: ``auto`` takes the better of ``exact`` and ``exact_asymmetric`` on the holdout; or a name in ``METHODS``; or
             a method with its own options, such as ``Exact(randomize=True)``.
@@ -70,7 +70,8 @@ def calibrate(
         draws: model evaluations per query.
         calibration_draws: model evaluations per calibration point, paid once; the method's usual number by default: 64 for
             ``auto`` and ``exact_asymmetric``, as many as per query for the others.
-        holdout: labelled data for tuning, or how many points to take from ``data``; by default min(500, n // 10).
+        holdout: labelled data for tuning, disjoint from ``data``, or how many points to take from ``data``; by default
+            min(500, n // 10).
         class_names: names for reading sets.
         ids: integers that key each point's noise; positions by default.
         seed: reproducible calibration, for experiments; fresh operating-system entropy by default.
@@ -243,12 +244,6 @@ class Question:
     def check(self, noise: Noise, n: int | None, shape: Any) -> None:
         """Impossible promises are refused before the network runs; n is checked again once it is known exactly."""
         for level in self.levels:
-            if level[0] > 0.5:
-                warnings.warn(
-                    f"alpha {level[0]:g} is the share of sets that may miss the truth: it promises {1 - level[0]:.0%} coverage; "
-                    f"for {level[0]:.0%} coverage say alpha={1 - level[0]:g}",
-                    KeepcoverWarning, stacklevel=4,
-                )
             self.method.check(self.asked(level, noise, n or 10**9, shape), self.task)
 
 
@@ -330,8 +325,36 @@ class _Parts:
             if n is None:
                 raise InputError("the data have no length, so no holdout can be drawn from them: give one as holdout=")
             self.chosen = chosen_rows(n, size, seed)
+        self.rows = {"holdout": Rows(), "calibration": Rows()}
+        self.watched = self.given is not None
+        if self.given is not None and in_memory(data) and in_memory(self.given):  # no need to run the network first
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", KeepcoverWarning)  # of pixels: they come when the data are used
+                for role, source in (("holdout", self.given), ("calibration", data)):
+                    for batch in batches(source, labelled=True):
+                        self.rows[role].add(batch)
+            self._refuse_overlap()
+            self.watched = False
+
+    def _refuse_overlap(self) -> None:
+        shared = self.rows["calibration"].shared(self.rows["holdout"])
+        if shared:
+            raise InputError(
+                f"{shared} of the calibration points are in holdout= too: what is tuned on a point must not be calibrated on it, "
+                "or the promise is void. Split the data into disjoint parts (holdout=500 does it), and drop duplicates first"
+            )
 
     def batches(self, only_holdout: bool = False) -> Iterator[tuple[str, Batch]]:
+        """Every batch once; what streams by is compared when all of it has passed."""
+        watched = self.watched and not only_holdout
+        for role, batch in self._batches(only_holdout):
+            if watched:
+                self.rows[role].add(batch)
+            yield role, batch
+        if watched:
+            self._refuse_overlap()
+
+    def _batches(self, only_holdout: bool) -> Iterator[tuple[str, Batch]]:
         if self.given is not None:
             for batch in batches(self.given, labelled=True):
                 yield "holdout", batch

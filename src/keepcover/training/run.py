@@ -19,6 +19,7 @@ from keepcover.engine.fingerprint import fingerprint
 from keepcover.engine.progress import Report
 from keepcover.errors import InputError
 from keepcover.files import check_folder, write_file
+from keepcover.guarantee import warn_of_coverage
 from keepcover.methods.base import Setting
 from keepcover.methods.exact import Exact
 from keepcover.methods.holdout import Holdout
@@ -72,6 +73,7 @@ class ConformalRequest:
                 "expected a finite sigma > 0, a finite epsilon >= 0 and alpha in (0, 1), "
                 f"got {self.sigma}, {self.epsilon} and {self.alpha}"
             )
+        warn_of_coverage(self.alpha)
         if self.validation < 0:
             raise InputError(f"expected a number of validation images, got {self.validation}")
         if self.pad < 0:
