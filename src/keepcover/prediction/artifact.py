@@ -68,14 +68,12 @@ def save(predictor: Predictor, path: str | Path, fingerprint: str | None = None)
     if fingerprint and fingerprint != identity.fingerprint:
         identity = replace(identity, fingerprint=fingerprint, structure=None)
     identity = replace(identity, fingerprint=identifier(smoother.model, identity.fingerprint))
-    for own, known in (
-        (type(smoother), Smoother),
-        *((type(c.rule), METHODS.get(c.rule.name)) for c in predictor.levels.values()),
-    ):
-        if own is not known:
-            raise InputError(
-                f"{own.__name__} is code of yours, which a file cannot hold; it would be loaded as another"
-            )
+    foreign = [type(c.rule) for c in predictor.levels.values() if METHODS.get(c.rule.name) is not type(c.rule)]
+    foreign += [] if identity.runs_plainly(smoother) else [type(smoother)]
+    if foreign:
+        raise InputError(
+            f"{foreign[0].__name__} is code of yours, which no file can hold; it would be loaded as another"
+        )
     tensors = {"calibration": predictor.calibration, "probe_scores": _probe_scores(predictor.score, predictor.classes)}
     if predictor.holdout is not None:
         tensors["holdout"] = predictor.holdout
