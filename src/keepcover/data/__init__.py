@@ -6,7 +6,6 @@ from keepcover.data.digits import digits
 from keepcover.data.download import download
 from keepcover.data.idx import idx
 from keepcover.data.image_folder import ImageFolder, image_folder
-from keepcover.data.splits import paper_splits, random_splits
 
 __all__ = [
     "ImageFolder",
@@ -16,6 +15,4 @@ __all__ = [
     "download",
     "idx",
     "image_folder",
-    "paper_splits",
-    "random_splits",
 ]

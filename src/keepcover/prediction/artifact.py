@@ -72,7 +72,7 @@ def save(predictor: Predictor, path: str | Path, fingerprint: str | None = None)
 def _refuse_code(predictor: Predictor) -> None:
     """Parts that are exactly what a registry names can be written; others are code of the user's."""
     parts: list[tuple[Any, Any]] = [(predictor.task, TASKS.get(predictor.task.name))]
-    if predictor.smoother is not None:
+    if predictor.smoother is not None and predictor.identity is not None and not predictor.identity.runs_plainly(predictor.smoother):
         parts.append((predictor.smoother, Smoother))
     for calibrated in predictor.levels.values():
         rule = calibrated.rule
