@@ -7,12 +7,4 @@ from keepcover.data.download import download
 from keepcover.data.idx import idx
 from keepcover.data.image_folder import ImageFolder, image_folder
 
-__all__ = [
-    "ImageFolder",
-    "Labelled",
-    "cifar",
-    "digits",
-    "download",
-    "idx",
-    "image_folder",
-]
+__all__ = ["ImageFolder", "Labelled", "cifar", "digits", "download", "idx", "image_folder"]
