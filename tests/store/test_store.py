@@ -26,14 +26,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, KeepcoverWarning
-from keepcover.evaluation.splits import evaluate_methods
+from keepcover.evaluation import evaluate
 from keepcover.noise.stream import Stream
 from keepcover.sealing import HEADER_MARK, JSON_MARK, seal
 from keepcover.store import Chunk, LogitStore, StoreKey, StoreReader, data_fingerprint, folder, read_logits
 from keepcover.store.grid import Grid
 from keepcover.store.logits_file import read_arrays
-
-from .test_smoothing import network, toy
+from tests.toys import network, toy
 
 IMAGES, CLASSES, SIGMA = 23, 3, 0.25
 patient = settings(deadline=None, derandomize=True, max_examples=100)
@@ -242,7 +241,7 @@ def test_evaluation_of_a_store_is_that_of_its_logits(tmp_path: Path) -> None:
     store.fill(run, (images, labels), 8)
     ask = {"sigma": SIGMA, "epsilon": 0.05, "splits": 2, "holdout": 30, "methods": ["exact", "rscp"]}
     logits = run.logits(images, 8, Stream(3, "test")).half()
-    assert evaluate_methods(store.read(), store.labels, **ask) == evaluate_methods(logits, labels, **ask)
+    assert evaluate(store, **ask) == evaluate(logits, labels, **ask)
 
 
 # -- appending ---------------------------------------------------------------------------------------------------------
