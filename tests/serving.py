@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import time
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -251,9 +250,9 @@ def load(port: int, connections: int, requests: int | None, prefix: str = "r") -
 
 
 def quiet_load(path: Path, model: Any) -> Predictor:
-    """Load under a recorder, which has no fingerprint."""
+    """Load under a recorder, which stands for the module it runs."""
+    from keepcover.engine.fingerprint import fingerprint
     from keepcover.prediction.artifact import load as read
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return read(path, model, progress=False)
+    own = fingerprint(model.model) if isinstance(model, Recorder) else None
+    return read(path, model, fingerprint=own, progress=False)

@@ -25,6 +25,7 @@ PAGES = (
     "index",
     "quickstart",
     "methods",
+    "mathematics",
     "hugging-face",
     "training",
     "reproducing",
@@ -108,12 +109,12 @@ def test_a_name_that_is_gone_fails_the_build(copy: Path) -> None:
 def test_formulas_and_roles_of_docstrings() -> None:
     sys.path.insert(0, str(ROOT / "docs"))
     try:
-        from tools import docstrings, hooks
+        from tools import docstrings, formulas, hooks
     finally:
         sys.path.remove(str(ROOT / "docs"))
-    assert doctest.testmod(docstrings).failed == 0
-    with pytest.raises(ValueError, match=r"\\beth, which docs/tools/docstrings.py does not know"):
-        docstrings.formula(r"\beth")
+    assert doctest.testmod(formulas).failed == 0
+    with pytest.raises(ValueError, match=r"uses \\nosuch, which latex2mathml does not know"):
+        formulas.formula(r"\nosuch")
     assert '<autoref identifier="keepcover.bounds.bounds.dkw" optional>' in docstrings.rendered(
         "see :func:`dkw`", "keepcover.bounds.bounds"
     )
@@ -127,10 +128,17 @@ def test_formulas_and_roles_of_docstrings() -> None:
 
 def test_nothing_is_left_raw(site: Path) -> None:
     """No Sphinx role, directive or unresolved name reaches a reader."""
-    for path in (site / "api").glob("*.html"):
+    for path in [*(site / "api").glob("*.html"), site / "mathematics.html"]:
         text = path.read_text(encoding="utf-8")
         for raw in (":math:", ":func:", ":class:", ".. math", "<autoref", "\\mathrm", "\\alpha"):
             assert raw not in text, (path.name, raw)
+
+
+def test_formulas_are_set_by_the_browser(site: Path) -> None:
+    text = (site / "mathematics.html").read_text(encoding="utf-8")
+    assert text.count("<math") > 100
+    assert text.count('display="block"') > 8
+    assert "$" not in re.sub(r"(?s)<script.*?</script>|<pre.*?</pre>", "", text)
 
 
 def test_no_page_names_another_machine_to_load_from(site: Path) -> None:

@@ -24,6 +24,8 @@ ORDER = (
     "errors",
     "files",
     "devices",
+    "sealing",
+    "zipped",
     "bounds",
     "conformal",
     "draws",

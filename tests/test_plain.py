@@ -50,6 +50,7 @@ def tied_tables(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[list[
     return known, labels, draw(st.lists(row, min_size=1, max_size=6)), Fraction(draw(st.integers(20, 90)), 100)
 
 
+@pytest.mark.filterwarnings("ignore:alpha is miscoverage")
 @patient
 @given(tied_tables())
 def test_a_label_is_in_iff_its_score_is_at_most_the_conformal_quantile(

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from keepcover.attacks.attacks import NoisyModel, pgd
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import keepcover
+from keepcover.attacks.attacks import NoisyModel, pgd
+from keepcover.engine.inputs import Rows, batches
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.guarantee import Guarantee, conformal_rank, exact_level
@@ -267,7 +268,7 @@ def test_holdout_calibration_test_and_attack_share_no_noise() -> None:
     attack = NoisyModel(recorder, 1.0, 4, Stream(11, "attack")).noise(torch.arange(30), (5,))
     assert attack is not None
     vectors = torch.cat([recorder.inputs, attack.flatten(0, 1)])
-    assert len(vectors) == 4 * (30 + 15 + 30 + 30)
+    assert len(vectors) == 4 * (30 + 15 + 30 + 30) + 4  # and the fixed inputs by which the model is known again
     assert len(vectors.unique(dim=0)) == len(vectors)
 
 
@@ -365,11 +366,82 @@ def test_holdout_and_calibration_are_disjoint_and_exhaustive(asked: int | None, 
         )
     assert (predictor.holdout_size, predictor.guarantee.n) == (held, 120 - held)
     seen, ids = recorder.inputs, torch.arange(120)
-    roles = {role: Stream(4, role).gaussian(ids, range(1), (5,))[:, 0] for role in ("holdout", "calibration")}
+    roles = {
+        role: Stream(4, role).noisy(torch.zeros(120, 5), ids, range(1), 1.0)[:, 0]
+        for role in ("holdout", "calibration")
+    }
     used = {role: {i for i in range(120) if (seen == noise[i]).all(dim=1).any()} for role, noise in roles.items()}
     assert len(used["holdout"]) == held
     assert used["holdout"] | used["calibration"] == set(range(120))
     assert not used["holdout"] & used["calibration"]
+
+
+def _joined(one: Any, two: Any) -> Any:
+    return tuple(torch.cat(pair) for pair in zip(one, two))
+
+
+CONTAINERS: dict[str, Callable[[Any], Any]] = {
+    "pair": lambda data: data,
+    "arrays": lambda data: (data[0].double().numpy(), data[1].numpy()),
+    "dataset": lambda data: TensorDataset(*data),
+    "loader": lambda data: DataLoader(TensorDataset(*data), batch_size=7),
+    "generator": lambda data: ((data[0][at : at + 9], data[1][at : at + 9]) for at in range(0, len(data[0]), 9)),
+}
+
+
+@pytest.mark.parametrize("held", list(CONTAINERS))
+@pytest.mark.parametrize("kind", list(CONTAINERS))
+def test_a_holdout_that_overlaps_the_calibration_points_is_refused(kind: str, held: str, model: nn.Module) -> None:
+    """All of it, or one point; in memory before the network runs."""
+    calls: list[int] = []
+
+    def counting(images: Tensor) -> Tensor:
+        calls.append(len(images))
+        return model(images)
+
+    one = tuple(part[17:18] for part in CAL)
+    for holdout, shared in ((CAL, 120), (_joined(HELD, one), 1)):
+        with pytest.raises(InputError, match=f"{shared} of the calibration points are in holdout= too.*disjoint parts"):
+            calibrate(counting, CONTAINERS[kind](CAL), method="exact", holdout=CONTAINERS[held](holdout), **ASK)
+    in_memory = {kind, held} <= {"pair", "arrays"}
+    assert (calls == []) is in_memory
+    calibrate(counting, CONTAINERS[kind](CAL), method="exact", holdout=CONTAINERS[held](HELD), **ASK)
+
+
+def test_rows_that_repeat_by_chance_are_no_overlap() -> None:
+    """Four binary features: holdout and calibration points cannot but coincide. The same points again are noticed."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+    bits = torch.randint(0, 2, (300, 4), generator=generator).float()
+    labels = model(bits).argmax(dim=1)
+    calibrate(model, (bits[:200], labels[:200]), method="exact", holdout=(bits[200:], labels[200:]), **ASK)
+    mixed = torch.cat([bits[:, :2], torch.rand(300, 2, generator=generator)], dim=1)
+    labels = model(mixed).argmax(dim=1)
+    with pytest.raises(InputError, match="100 of the calibration points"):
+        calibrate(model, (mixed[:200], labels[:200]), method="exact", holdout=(mixed[100:], labels[100:]), **ASK)
+
+
+def test_rows_of_large_numbers_are_told_apart(model: nn.Module) -> None:
+    """Unix times a second apart are one float32 number."""
+    times = 1.7e9 + torch.arange(60, dtype=torch.float64)[:, None]
+    labels = torch.zeros(60, dtype=torch.int64)
+    one, two, three = Rows(), Rows(), Rows()
+    for rows, part in ((one, slice(0, 40)), (two, slice(40, 60)), (three, slice(39, 60))):
+        for batch in batches((times[part], labels[part])):
+            rows.add(batch)
+    assert (one.shared(two), one.shared(three)) == (0, 1)
+
+
+@pytest.mark.parametrize("alpha", [0.9, (0.1, 0.95)])
+def test_alpha_that_looks_like_coverage_is_warned_about(alpha: Any, model: nn.Module) -> None:
+    with pytest.warns(
+        KeepcoverWarning, match=r"alpha is miscoverage: 0\.9.* % of sets hold the truth; for 9.* give alpha 0\."
+    ):
+        calibrate(model, CAL, method="rcp1", epsilon=0.01, sigma=0.1, alpha=alpha)
+    with pytest.warns(
+        KeepcoverWarning, match=r"promises that 10 % of sets hold the truth; for 90 % coverage give alpha 0\.1"
+    ):
+        keepcover.split_conformal((torch.eye(3).repeat(9, 1), torch.arange(27) % 3), torch.eye(3), alpha=0.9)
 
 
 def test_the_default_holdout_is_a_tenth_and_at_most_500(model: nn.Module) -> None:
@@ -564,6 +636,7 @@ def test_scores_are_computed_in_pieces(
         assert torch.equal(own.mask, sets[level].mask)
 
 
+@pytest.mark.filterwarnings("ignore:alpha is miscoverage")
 @pytest.mark.parametrize("classes", [3, 10, 1000])
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.filterwarnings("ignore:the model is right on only:keepcover.KeepcoverWarning")

@@ -304,26 +304,22 @@ def test_calibrate_as_text_says_the_promise_the_size_and_what_next(
     assert predictor.provenance["data"] == "data"
 
 
-def test_a_model_without_a_fingerprint_is_mentioned(
+def test_a_model_without_a_fingerprint_needs_one(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = make_nearest()
     monkeypatch.setattr(sys.modules[__name__], "make_vectors", lambda: lambda x: module(x))
-    code, out, _ = run(
-        capsys,
-        "calibrate",
-        "--model",
-        "own:make_vectors",
-        "--data",
-        place / "data.npz",
-        *LEVEL,
-        "--out",
-        tmp_path / "p.safetensors",
-    )
+    path, given = tmp_path / "p.safetensors", ["--model", "own:make_vectors", "--data", place / "data.npz"]
+    code, _, err = run(capsys, "calibrate", *given, *LEVEL, "--out", path)
+    assert code == 2
+    assert 'a plain function has no fingerprint: give fingerprint="..." (--fingerprint)' in err
+    assert not path.exists()
+    code, out, _ = run(capsys, "calibrate", *given, *LEVEL, "--out", path, "--fingerprint", "version-3")
     assert code == 0
-    assert "no fingerprint" in out
-    code, out, _ = run(capsys, "show", tmp_path / "p.safetensors")
-    assert "none: another model in its place would not be noticed" in out
+    assert f"keepcover predict {path} --model own:make_vectors --fingerprint version-3 --data NEW" in out
+    assert as_json(capsys, "show", path)["model_fingerprint"] == "version-3"
+    for more, expected in (([], 2), (["--fingerprint", "version-4"], 2), (["--fingerprint", "version-3"], 0)):
+        assert run(capsys, "predict", path, *given, *more)[0] == expected
 
 
 def test_class_names_from_a_list_a_file_or_the_data(
@@ -623,7 +619,7 @@ def test_show_prints_the_promise_and_where_it_comes_from(saved: Path, capsys: py
         fingerprint(nearest()),
         fingerprint(saved),
         "own:make_nearest",
-        "format 1",
+        "format 2",
         str(torch.__version__),
         "data",
     ):

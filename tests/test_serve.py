@@ -559,7 +559,7 @@ def test_the_shape_of_images_is_known_or_given(predictor: Predictor, saved: Path
         create_app(predictor, Settings(image_shape=(3, 4, 4)))
     old = saved.with_name("old.safetensors")
     old.write_bytes(saved.read_bytes())
-    rewrite(old, lambda manifest: manifest.update(inputs=None))
+    rewrite(old, lambda manifest: manifest["inputs"].update(shape=None))
     nameless = serving.quiet_load(old, serving.sharp())
     with pytest.raises(InputError, match="does not say the shape of its images; give it, for instance 3x32x32"):
         create_app(nameless)

@@ -153,7 +153,7 @@ def test_a_full_queue_answers_503_and_keeps_its_word(gated: tuple[Predictor, Gat
 
 def test_an_answer_that_takes_too_long_is_a_503_and_frees_its_place(gated: tuple[Predictor, Gate]) -> None:
     predictor, gate = gated
-    app = create_app(predictor, Settings(answer_timeout=0.1, batch_wait=0.0, max_batch=5))
+    app = create_app(predictor, Settings(answer_timeout=1.0, batch_wait=0.0, max_batch=5))
 
     async def two() -> tuple[list[httpx.Response], int]:
         async with client(app) as inner:
@@ -165,7 +165,7 @@ def test_an_answer_that_takes_too_long_is_a_503_and_frees_its_place(gated: tuple
 
     late, waiting = asyncio.run(two())
     for response in late:
-        refused(response, 503, "timeout", "no answer within 0.1 s")
+        refused(response, 503, "timeout", "no answer within 1 s")
         assert "retry-after" in response.headers
     assert waiting == 0
     assert gate.calls == [5]  # what nobody waits for any more is not computed
@@ -210,7 +210,7 @@ def test_a_model_that_hangs_does_not_hang_the_shutdown(gated: tuple[Predictor, G
             service = app.state.service
             service.batcher.start()
             asked = asyncio.create_task(inner.post("/v1/predict", json={"images": IMAGES.tolist()}))
-            while service.batcher.busy_for < 0.2:
+            while service.batcher.busy_for < 1.2:
                 await asyncio.sleep(0.01)
             begin = time.perf_counter()
             free = await service.batcher.close(timeout)
@@ -222,20 +222,21 @@ def test_a_model_that_hangs_does_not_hang_the_shutdown(gated: tuple[Predictor, G
     took, free, _ = asyncio.run(hanging(0.3, 30.0))  # somebody waits: as long as was agreed
     assert (0.25 < took < 5, free) == (True, False)
     gate.open.clear()
-    took, free, _ = asyncio.run(hanging(20.0, 0.1))  # the client has its 503: no longer than a second
+    took, free, _ = asyncio.run(hanging(20.0, 1.0))  # the client has its 503: no longer than a second
     assert (took < 5, free) == (True, False)
 
 
 def test_health_and_readiness(gated: tuple[Predictor, Gate]) -> None:
     predictor, gate = gated
-    app = create_app(predictor, Settings(answer_timeout=0.02, batch_wait=0.0))
+    app = create_app(predictor, Settings(answer_timeout=0.5, batch_wait=0.0))
     assert ask(app, "GET", "/readyz", lifespan=False).json() == {"status": "starting", "detail": None}
 
     async def stuck() -> list[httpx.Response]:
         async with client(app) as inner:
             fine = [await inner.get("/healthz"), await inner.get("/readyz")]
             await inner.post("/v1/predict", json={"images": IMAGES.tolist()})  # times out; the model hangs on
-            await asyncio.sleep(0.05)
+            while app.state.service.batcher.busy_for < 1.1:
+                await asyncio.sleep(0.05)
             hung = [await inner.get("/healthz"), await inner.get("/readyz")]
             gate.open.set()
             return fine + hung
@@ -255,7 +256,7 @@ def test_reading_has_threads_and_a_bound_of_its_own(predictor: Predictor, monkey
         return np.zeros(SHAPE, np.float32)
 
     monkeypatch.setattr("keepcover.serve.reading.decode", stuck)
-    app = create_app(predictor, Settings(answer_timeout=0.3, max_queue=THREADS + 2, max_images=1))
+    app = create_app(predictor, Settings(answer_timeout=2.0, max_queue=THREADS + 2, max_images=1))
 
     async def crowd() -> list[httpx.Response]:
         async with client(app) as inner:
@@ -278,7 +279,7 @@ def test_reading_has_threads_and_a_bound_of_its_own(predictor: Predictor, monkey
     refused(full, 503, "overloaded", "requests wait to be read")
     assert (ready.status_code, ready.json()["status"], healthy.status_code) == (503, "overloaded", 200)
     for response in late:
-        refused(response, 503, "timeout", "no answer within 0.3 s")
+        refused(response, 503, "timeout", "no answer within 2 s")
     assert (behind.status_code, again.status_code) == (503, 200)
     assert len(begun) == THREADS  # what was given up while it waited was never begun
     assert all(name.startswith("keepcover-read") for name in begun)

@@ -1,14 +1,19 @@
-"""What the site takes from outside docs/: the changelog, the examples, and links that leave the folder."""
+"""What the site makes of the pages: formulas for browsers, the changelog, the examples, and links that leave the folder."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).parent))  # mkdocs loads this file alone
+
+from formulas import Formulas  # noqa: E402
+
 OUTSIDE = re.compile(r"\[([^\]\n]+)\]\((\.\./[^)\s]+)\)")
 
 
@@ -40,6 +45,10 @@ def inside(markdown: str) -> str:
         return text
 
     return OUTSIDE.sub(replaced, markdown)
+
+
+def on_config(config: Any) -> None:
+    config.markdown_extensions.append(Formulas())
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -35,7 +35,8 @@ def target(path: str | Path) -> Path:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"cannot write {str(path)!r} ({reason}); choose another place") from None
     if not inside:
-        raise InputError(f"no folder {found.parent} to write {found.name} into; create it first")
+        folder = found.parent if Path(path).is_symlink() else Path(path).parent
+        raise InputError(f"no folder {folder} to write {found.name} into; create it first")
     if stat.S_ISDIR(mode):
         raise InputError(f"{path} is a folder; give the name of a file")
     if not stat.S_ISREG(mode):

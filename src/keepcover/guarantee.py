@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 from keepcover.bounds import exact_level
-from keepcover.errors import InputError
+from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.noise import Threat
 from keepcover.promises import Promise
 
@@ -16,6 +17,21 @@ GENERAL = (
     "The same model, numerics, score and transform ran at calibration and run at prediction.",
     "Everything tuned (rule, transform, noise, draws) was tuned on the holdout, never on the calibration points.",
 )
+
+
+def warn_of_coverage(alpha: float) -> None:
+    """Say so where alpha looks like the coverage that is wanted.
+
+    Example:
+        >>> warn_of_coverage(0.1)
+    """
+    if 0.5 < alpha < 1:
+        warnings.warn(
+            f"alpha is miscoverage: {alpha:g} promises that {100 * (1 - alpha):.6g} % of sets hold the truth; for "
+            f"{100 * alpha:.6g} % coverage give alpha {float(1 - exact_level(alpha)):g}",
+            KeepcoverWarning,
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True)
@@ -107,8 +123,16 @@ class Guarantee:
     def to_dict(self) -> dict[str, Any]:
         """The numbers and the sentence, for JSON."""
         return {
-            "method": self.method, "certified": self.certified, "alpha": self.alpha, **self.threat.config(),
-            "promise": self.promise.config(), "draws": self.draws, "calibration_draws": self.calibration_draws,
-            "n": self.n, "score": self.score, "transform": self.transform, "statement": str(self),
+            "method": self.method,
+            "certified": self.certified,
+            "alpha": self.alpha,
+            **self.threat.config(),
+            "promise": self.promise.config(),
+            "draws": self.draws,
+            "calibration_draws": self.calibration_draws,
+            "n": self.n,
+            "score": self.score,
+            "transform": self.transform,
+            "statement": str(self),
             "assumptions": list(self.assumptions),
         }

@@ -18,7 +18,7 @@ from typing import Any
 
 from keepcover.adapters.operators import is_allowed
 from keepcover.errors import InputError
-from keepcover.zipped import refuse_packed
+from keepcover.store.zipped import refuse_packed
 
 _PROGRAM = "models/model.json"
 _SAMPLES = "data/sample_inputs/model.pt"

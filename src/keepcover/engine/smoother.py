@@ -25,9 +25,7 @@ from keepcover.noise.stream import widened
 Classifier = nn.Module | Callable[[Tensor], Tensor]
 
 _held: Counter[int] = Counter()  # by id of a module left in train mode: how many run it in eval mode now
-_holding = (
-    threading.RLock()
-)  # of one thread with itself too: a generator that is collected leaves evaluation_mode anywhere
+_holding = threading.RLock()  # reentrant: a generator that is collected may leave evaluation_mode inside of it
 
 _MODE_DEPENDENT = (
     nn.modules.dropout._DropoutNd,
@@ -168,11 +166,17 @@ class Smoother:
             yield batch, outputs
 
     def streams(
-        self, asked: Iterable[tuple[Batch, range, Stream]], total: int | None = None, progress: bool | Report | None = None
+        self,
+        asked: Iterable[tuple[Batch, range, Stream]],
+        total: int | None = None,
+        progress: bool | Report | None = None,
     ) -> Iterator[tuple[Batch, Stream, Tensor]]:
         """Noisy outputs of batches that each name their draws and their noise, in chunks of one forward pass each."""
         late: deque[Callable[[], Tensor]] = deque()
-        with evaluation_mode(self.model), Bar("smoothing", total, self.progress if progress is None else progress) as bar:
+        with (
+            evaluation_mode(self.model),
+            Bar("smoothing", total, self.progress if progress is None else progress) as bar,
+        ):
             for part, span, stream in self._ahead(self._cut(asked)):
                 with torch.inference_mode():
                     outputs = self._chunk(part.images, part.ids, span, stream)

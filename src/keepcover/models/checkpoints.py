@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from keepcover.errors import InputError
 from keepcover.sealing import pack, unpack
+from keepcover.store.zipped import refuse_packed
 
 
 def find_weights(name: str | Path) -> Path:
@@ -45,11 +47,9 @@ def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
     """
     path = find_weights(path)
     try:
-        state: Any = (
-            unpack(path, sealed=False)[0]
-            if path.suffix == ".safetensors"
-            else torch.load(path, map_location="cpu", weights_only=True)
-        )
+        state: Any = unpack(path, sealed=False)[0] if path.suffix == ".safetensors" else _torch_file(path)
+    except InputError:
+        raise
     except (SafetensorError, OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"{path} is not a readable checkpoint ({reason})") from None
@@ -92,6 +92,13 @@ def weights_bytes(model: nn.Module, about: dict[str, Any]) -> bytes:
         if not name.startswith("normalize.")
     }
     return pack(state, about)
+
+
+def _torch_file(path: Path) -> Any:
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            refuse_packed(archive, path.stat().st_size, str(path))
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _plain(name: str) -> str:

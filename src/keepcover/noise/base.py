@@ -21,6 +21,7 @@ from keepcover.noise.norms import get_norm
 from keepcover.noise.stream import Stream
 
 Shape = tuple[int, ...]
+FRESH = "The noise of the query is fresh and unknown to the attacker, who may know everything else."
 
 
 class Noise(ABC):
@@ -37,8 +38,8 @@ class Noise(ABC):
     norms: ClassVar[tuple[str, ...]]
     concave: ClassVar[bool] = True
     assumptions: ClassVar[tuple[str, ...]] = (
-        "The noise of the query is fresh and unknown to the attacker, who may know everything else.",
-        "Floating-point noise stands in for real noise.",
+        FRESH,
+        "Pseudo-random numbers of a secret seed (Philox) stand in for real noise.",
     )
 
     @abstractmethod
@@ -148,7 +149,9 @@ class Threat:
     def config(self) -> dict[str, Any]:
         """For JSON; :func:`keepcover.noise.get_threat` reads it back."""
         return {
-            "noise": self.noise.config(), "epsilon": self.epsilon, "norm": self.norm,
+            "noise": self.noise.config(),
+            "epsilon": self.epsilon,
+            "norm": self.norm,
             "shape": None if self.shape is None else list(self.shape),
         }
 

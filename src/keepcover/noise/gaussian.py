@@ -12,7 +12,7 @@ from scipy.special import ndtr, ndtri
 from torch import Tensor
 
 from keepcover.errors import InputError
-from keepcover.noise.base import Noise, Shape, probabilities
+from keepcover.noise.base import FRESH, Noise, Shape, probabilities
 from keepcover.noise.stream import Stream
 
 
@@ -37,6 +37,11 @@ class Gaussian(Noise):
 
     name = "gaussian"
     norms = ("l2",)
+    assumptions = (
+        FRESH,
+        "Pseudo-random numbers of a secret seed (Philox), added to the input and rounded with it to a grid of about sigma / 1024, "
+        "stand in for real Gaussian noise.",
+    )
 
     def __post_init__(self) -> None:
         if not (isinstance(self.sigma, int | float) and 0 <= self.sigma < math.inf):

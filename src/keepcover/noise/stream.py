@@ -210,4 +210,4 @@ def probes(shape: tuple[int, ...], low: float = 0.0, high: float = 1.0) -> Float
     words = np.random.Philox(key=20).random_raw(4 * math.prod(shape)) >> 40
     dark, bright, grey, plain = (words / 2.0**24).reshape(4, *shape)
     values = np.stack([plain, dark**2, 1 - bright**2, 0.375 + grey / 4])
-    return torch.from_numpy((low + (high - low) * values).astype(np.float32))
+    return torch.from_numpy((low + ((high - low) or 1.0) * values).astype(np.float32))

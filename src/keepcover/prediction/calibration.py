@@ -15,7 +15,7 @@ from torch import Tensor
 
 from keepcover.engine.arrivals import Gathered
 from keepcover.engine.fingerprint import Identity
-from keepcover.engine.inputs import Batch, InputRange, batches, in_memory, length
+from keepcover.engine.inputs import Batch, InputRange, Rows, batches, in_memory, length
 from keepcover.engine.smoother import Classifier, Smoother
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.methods import Asked, Holdout, Method, Rule, get_method
@@ -61,7 +61,7 @@ def calibrate(
         sigma: standard deviation of Gaussian noise; epsilon to 2 epsilon works well for a model trained under that noise.
         noise: any other noise, in place of sigma.
         norm: in which epsilon is measured; the noise's own by default.
-        alpha: miscoverage; several are allowed.
+        alpha: miscoverage, 0.1 for 90 % coverage; several are allowed.
         promise: for whom, how surely and despite what; marginal by default.
         method: ``auto`` takes the better of ``exact`` and ``exact_asymmetric`` on the holdout; or a name in ``METHODS``; or
             a method with its own options, such as ``Exact(randomize=True)``.
@@ -70,7 +70,8 @@ def calibrate(
         draws: model evaluations per query.
         calibration_draws: model evaluations per calibration point, paid once; the method's usual number by default: 64 for
             ``auto`` and ``exact_asymmetric``, as many as per query for the others.
-        holdout: labelled data for tuning, or how many points to take from ``data``; by default min(500, n // 10).
+        holdout: labelled data for tuning, disjoint from ``data``, or how many points to take from ``data``; by default
+            min(500, n // 10).
         class_names: names for reading sets.
         ids: integers that key each point's noise; positions by default.
         seed: reproducible calibration, for experiments; fresh operating-system entropy by default.
@@ -95,7 +96,9 @@ def calibrate(
     parts = _Parts(data, holdout, ids, seed, question.method.needs_holdout or len(smoothers) > 1)
     if len(smoothers) > 1:
         if not in_memory(data) and parts.given is None:
-            raise InputError("choosing among several (sigma, model) pairs reads the holdout once per pair: give it as holdout=")
+            raise InputError(
+                "choosing among several (sigma, model) pairs reads the holdout once per pair: give it as holdout="
+            )
         smoother = min(smoothers, key=lambda one: _expected_size(one, parts, question, seed, shape))
     else:
         smoother = smoothers[0]
@@ -173,11 +176,15 @@ def calibrate_outputs(
     rest[held] = False
     rows = rest.nonzero()[:, 0]
     collected = _Collected(
-        None if len(held) == 0 else Holdout(
+        None
+        if len(held) == 0
+        else Holdout(
             task_, values[held], known[held], task_.uniform(Stream(seed, "holdout"), keys[held].to(values.device))
         ),
         items_of(task_, values, known, rows, question.reading, Stream(seed, "calibration"), keys),
-        task_, task_.right(values[:, 0:1], known),
+        task_,
+        task_.right(values[:, 0:1], known),
+        unknown=int((known[rows] < 0).sum()) if task_.open_labels else 0,
     )
     return _conclude(question, collected, added, where)
 
@@ -189,13 +196,17 @@ def items_of(
     parts = []
     for piece in pieces(outputs[rows]):
         some = rows[piece]
-        parts.append(task.items(outputs[some], truth[some], reading, task.uniform(stream, ids[some].to(outputs.device))))
+        parts.append(
+            task.items(outputs[some], truth[some], reading, task.uniform(stream, ids[some].to(outputs.device)))
+        )
     return joined_items(parts)
 
 
 def joined_items(parts: list[Items]) -> Items:
     """Items of several batches as one, on the CPU."""
-    weight = None if parts[0].weight is None else torch.cat([part.weight.cpu() for part in parts if part.weight is not None])
+    weight = (
+        None if parts[0].weight is None else torch.cat([part.weight.cpu() for part in parts if part.weight is not None])
+    )
     values = torch.cat([part.draws.values.cpu() for part in parts])
     return Items(Draws(values, parts[0].draws.unit), sum(part.points for part in parts), weight)
 
@@ -217,8 +228,15 @@ class Question:
 
     @classmethod
     def of(
-        cls, task: Task, method: str | Method, alpha: Any, epsilon: Any, norm: str | None, promise: Promise | None,
-        draws: int, calibration_draws: int | None,
+        cls,
+        task: Task,
+        method: str | Method,
+        alpha: Any,
+        epsilon: Any,
+        norm: str | None,
+        promise: Promise | None,
+        draws: int,
+        calibration_draws: int | None,
     ) -> Question:
         if draws < 1 or (calibration_draws is not None and calibration_draws < 1):
             raise InputError(f"expected at least 1 draw, got {draws} (calibration {calibration_draws})")
@@ -243,12 +261,6 @@ class Question:
     def check(self, noise: Noise, n: int | None, shape: Any) -> None:
         """Impossible promises are refused before the network runs; n is checked again once it is known exactly."""
         for level in self.levels:
-            if level[0] > 0.5:
-                warnings.warn(
-                    f"alpha {level[0]:g} is the share of sets that may miss the truth: it promises {1 - level[0]:.0%} coverage; "
-                    f"for {level[0]:.0%} coverage say alpha={1 - level[0]:g}",
-                    KeepcoverWarning, stacklevel=4,
-                )
             self.method.check(self.asked(level, noise, n or 10**9, shape), self.task)
 
 
@@ -330,8 +342,36 @@ class _Parts:
             if n is None:
                 raise InputError("the data have no length, so no holdout can be drawn from them: give one as holdout=")
             self.chosen = chosen_rows(n, size, seed)
+        self.rows = {"holdout": Rows(), "calibration": Rows()}
+        self.watched = self.given is not None
+        if self.given is not None and in_memory(data) and in_memory(self.given):  # no need to run the network first
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", KeepcoverWarning)  # of pixels: they come when the data are used
+                for role, source in (("holdout", self.given), ("calibration", data)):
+                    for batch in batches(source, labelled=True):
+                        self.rows[role].add(batch)
+            self._refuse_overlap()
+            self.watched = False
+
+    def _refuse_overlap(self) -> None:
+        shared = self.rows["calibration"].shared(self.rows["holdout"])
+        if shared:
+            raise InputError(
+                f"{shared} of the calibration points are in holdout= too: what is tuned on a point must not be calibrated on it, "
+                "or the promise is void. Split the data into disjoint parts (holdout=500 does it), and drop duplicates first"
+            )
 
     def batches(self, only_holdout: bool = False) -> Iterator[tuple[str, Batch]]:
+        """Every batch once; what streams by is compared when all of it has passed."""
+        watched = self.watched and not only_holdout
+        for role, batch in self._batches(only_holdout):
+            if watched:
+                self.rows[role].add(batch)
+            yield role, batch
+        if watched:
+            self._refuse_overlap()
+
+    def _batches(self, only_holdout: bool) -> Iterator[tuple[str, Batch]]:
         if self.given is not None:
             for batch in batches(self.given, labelled=True):
                 yield "holdout", batch
@@ -356,9 +396,12 @@ class _Collected:
     right: Tensor | None
     inputs: InputRange | None = None
     shape: tuple[int, ...] = ()
+    unknown: int = 0  # calibration points of classes that the model does not have
 
 
-def _collect(smoother: Smoother, parts: _Parts, question: Question, seed: int, only_holdout: bool = False) -> _Collected:
+def _collect(
+    smoother: Smoother, parts: _Parts, question: Question, seed: int, only_holdout: bool = False
+) -> _Collected:
     """One pass of the network over the data."""
     streams = {role: Stream(seed, role) for role in ("holdout", "calibration")}
     spans = {"holdout": range(question.holdout_draws), "calibration": range(question.calibration_draws)}
@@ -368,7 +411,7 @@ def _collect(smoother: Smoother, parts: _Parts, question: Question, seed: int, o
     keys: list[Tensor] = []
     inputs: InputRange | None = None
     shape: tuple[int, ...] = ()
-    task, warned, judged, asked = question.task, False, False, parts.batches(only_holdout)
+    task, warned, judged, unknown, asked = question.task, False, False, 0, parts.batches(only_holdout)
 
     def wanted() -> Iterator[tuple[Batch, range, Stream]]:
         nonlocal inputs, shape
@@ -395,6 +438,7 @@ def _collect(smoother: Smoother, parts: _Parts, question: Question, seed: int, o
             continue
         own = task.items(outputs, truth, question.reading, task.uniform(stream, batch.ids))
         items.append(own)
+        unknown += int((truth < 0).sum()) if task.open_labels else 0
         values.add(own.draws.values)
     holdout = None
     if truths:
@@ -404,8 +448,10 @@ def _collect(smoother: Smoother, parts: _Parts, question: Question, seed: int, o
     if items:
         weights = [part.weight.cpu() for part in items if part.weight is not None]
         unit = items[0].draws.unit
-        found = Items(Draws(values.whole(), unit), sum(p.points for p in items), torch.cat(weights) if weights else None)
-    return _Collected(holdout, found, task, right.whole() if judged else None, inputs, shape)
+        found = Items(
+            Draws(values.whole(), unit), sum(p.points for p in items), torch.cat(weights) if weights else None
+        )
+    return _Collected(holdout, found, task, right.whole() if judged else None, inputs, shape, unknown)
 
 
 def _warn_of_probabilities(outputs: Tensor) -> None:
@@ -413,7 +459,8 @@ def _warn_of_probabilities(outputs: Tensor) -> None:
         warnings.warn(
             "the model seems to return probabilities where logits are expected, so its scores are squeezed together and sets "
             "will be large; return logits, or the logarithm of the probabilities",
-            KeepcoverWarning, stacklevel=4,
+            KeepcoverWarning,
+            stacklevel=4,
         )
 
 
@@ -423,7 +470,10 @@ def _expected_size(smoother: Smoother, parts: _Parts, question: Question, seed: 
     assert collected.holdout is not None
     n = length(parts.data) or 10**6
     question = replace(question, task=collected.task)
-    rules = [question.method.fit(question.asked(level, smoother.noise, n, shape), collected.holdout) for level in question.levels]
+    rules = [
+        question.method.fit(question.asked(level, smoother.noise, n, shape), collected.holdout)
+        for level in question.levels
+    ]
     return sum(rule.estimated_size(collected.holdout) for rule in rules)
 
 
@@ -444,12 +494,13 @@ def _conclude(question: Question, collected: _Collected, noise: Noise, shape: An
         rule.guarantee(question.task)
         own = rule.read(items)
         levels[level] = Calibrated(rule, torch.tensor(rule.threshold(own), dtype=torch.float64))
-        _refuse_what_is_missed_anyway(levels[level], own, level[0])
+        _refuse_what_is_missed_anyway(levels[level], collected.unknown, items.points, level[0])
         if levels[level].full:
             warnings.warn(
                 f"{rule.name} at alpha {level[0]:g}, epsilon {level[1]:g} can only return everything here; "
                 f"{_advice(rule, own)}more calibration points, a larger sigma or a smaller epsilon may help",
-                KeepcoverWarning, stacklevel=4,
+                KeepcoverWarning,
+                stacklevel=4,
             )
     holdout = collected.holdout
     return Predictor(
@@ -457,26 +508,28 @@ def _conclude(question: Question, collected: _Collected, noise: Noise, shape: An
         levels,
         _unordered(items),
         noise,
-        reference=None if question.method.transform is None or holdout is None else holdout.reference.sort().values.cpu(),
+        reference=None
+        if question.method.transform is None or holdout is None
+        else holdout.reference.sort().values.cpu(),
         holdout_size=0 if holdout is None else len(holdout),
         inputs=collected.inputs,
         provenance=_provenance(),
     )
 
 
-def _refuse_what_is_missed_anyway(calibrated: Calibrated, items: Items, alpha: float) -> None:
+def _refuse_what_is_missed_anyway(calibrated: Calibrated, unknown: int, n: int, alpha: float) -> None:
     """A class that the model does not have is in no set: a threshold that counts its points as covered promises too much."""
-    values, rule = items.draws.values, calibrated.rule
-    worst = torch.inf if rule.reading.order and rule.transform is None else 1.0
-    unknown = (values == worst).all(dim=1)
-    if not unknown.any() or worst != torch.inf:
-        return
-    draws = Draws(torch.full((1, rule.test_draws), worst))
-    if bool((rule.test_statistic(draws, torch.zeros(1)) <= calibrated.threshold).any()):
+    rule = calibrated.rule
+    worst = torch.full((1, rule.test_draws), torch.inf if rule.reading.order else 1.0)
+    draws = Draws(
+        worst if rule.transform is None else rule.transform(worst),
+        unit=not rule.reading.order or rule.transform is not None,
+    )
+    if unknown and bool((rule.test_statistic(draws, torch.zeros(1)) <= calibrated.threshold).any()):
         raise InputError(
-            f"{int(unknown.sum())} of {items.points} calibration points have a label that the model does not know, and its sets "
-            f"miss every such query: {rule.name} cannot promise {1 - alpha:.6g}. Train on more rows so that every label is met, "
-            "merge rare labels, or raise alpha"
+            f"{unknown} of {n} calibration points have a label that the model does not know, and its sets miss every such query: "
+            f"{rule.name} cannot promise {1 - alpha:.6g}. Train on more rows so that every label is met, merge rare labels, or "
+            "raise alpha"
         )
 
 
@@ -501,7 +554,8 @@ def _warn_of_accuracy(accuracy: float, classes: int, noise: Noise) -> None:
         warnings.warn(
             f"the model is right on only {accuracy:.1%} of noisy draws under {noise}, so sets will be large; train or fine-tune "
             "it under this noise, or choose less noise",
-            KeepcoverWarning, stacklevel=4,
+            KeepcoverWarning,
+            stacklevel=4,
         )
 
 

@@ -17,7 +17,7 @@ from keepcover.errors import InputError
 from keepcover.sealing import HEADER_MARK, DamagedError, checksum, description, pack
 from keepcover.store.grid import Chunk
 
-FORMAT = 1
+FORMAT = 2  # 1: logits of noise that was not rounded to a lattice
 LARGEST = torch.finfo(torch.float16).max
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from keepcover.errors import InputError
+from keepcover.store.zipped import refuse_exploding
 
 
 def names_in(path: str | Path) -> list[str]:
@@ -43,10 +43,14 @@ def _read(path: Path, names: tuple[str, ...]) -> tuple[list[str], dict[str, Tens
         raise InputError(f"no file at {path}")
     try:
         if path.suffix == ".npz":
+            with zipfile.ZipFile(path) as packed:
+                refuse_exploding(packed, path.stat().st_size, str(path))
             with np.load(path, allow_pickle=False) as archive:
                 return list(archive.files), {n: _numbers(path, n, archive[n]) for n in names if n in archive.files}
         with safe_open(path, framework="pt") as file:
             present = list(file.keys())
             return present, {name: file.get_tensor(name) for name in names if name in present}
-    except (SafetensorError, ValueError, OSError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except InputError:
+        raise
+    except Exception as error:  # zip files, compressed streams, headers and arrays are each damaged in their own way
         raise InputError(f"{path} is not a readable safetensors or npz file ({error})") from None

@@ -51,11 +51,13 @@ class Task(ABC):
         name: in the command line, JSON and saved predictors.
         words: when a set is right, as the guarantee says it.
         assumptions: what the promise rests on because of the task.
+        open_labels: whether -1 stands for the truth of a point that no set can hold.
     """
 
     name: ClassVar[str]
     words: ClassVar[str]
     assumptions: ClassVar[tuple[str, ...]] = ()
+    open_labels: bool = False
 
     @abstractmethod
     def seen(self, outputs: Tensor) -> Task:

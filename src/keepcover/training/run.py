@@ -19,13 +19,13 @@ from keepcover.engine.fingerprint import fingerprint
 from keepcover.engine.progress import Report
 from keepcover.errors import InputError
 from keepcover.files import check_folder, write_file
-from keepcover.methods.base import Setting
-from keepcover.methods.exact import Exact
-from keepcover.methods.holdout import Holdout
+from keepcover.guarantee import warn_of_coverage
+from keepcover.methods import Asked, Exact, Holdout
+from keepcover.methods.exact import HullRule
 from keepcover.models.checkpoints import weights_bytes
 from keepcover.models.heads import head_bytes, last_linear
-from keepcover.scores.draws import Draws
-from keepcover.scores.scores import log_odds
+from keepcover.noise import Gaussian, Threat
+from keepcover.tasks import Classification
 from keepcover.training.bank import FeatureBank
 from keepcover.training.base import check_logits, hardware
 from keepcover.training.conformal import ConformalLoss, ExactRCT
@@ -72,6 +72,7 @@ class ConformalRequest:
                 "expected a finite sigma > 0, a finite epsilon >= 0 and alpha in (0, 1), "
                 f"got {self.sigma}, {self.epsilon} and {self.alpha}"
             )
+        warn_of_coverage(self.alpha)
         if self.validation < 0:
             raise InputError(f"expected a number of validation images, got {self.validation}")
         if self.pad < 0:
@@ -120,16 +121,15 @@ class ConformalRequest:
 
 
 @torch.no_grad()
-def matched_rule(model: nn.Module, bank: FeatureBank, request: ConformalRequest) -> Exact:
+def matched_rule(model: nn.Module, bank: FeatureBank, request: ConformalRequest) -> HullRule:
     """The exact rule with the smallest sets for as many draws as training averages over, chosen on training images."""
     _, head = last_linear(model)
     some = slice(0, min(len(bank), 2000))
     logits = head.to(bank.device)(bank.features[some, 0].float())
-    scores = Draws(log_odds(logits).transpose(1, 2).contiguous().cpu())
-    holdout = Holdout(scores, bank.labels[some].cpu())
-    copies, classes = request.copies, logits.shape[2]
-    setting = Setting(request.alpha, request.epsilon, request.sigma, copies, len(bank), classes, copies)
-    return Exact.fit(setting, holdout)
+    task = Classification().seen(logits)
+    holdout = Holdout(task, logits.cpu(), bank.labels[some].cpu())
+    threat = Threat(Gaussian(request.sigma), request.epsilon)
+    return Exact().fit(Asked(request.alpha, threat, request.copies, len(bank), task.classes), holdout)
 
 
 def train_conformal(

@@ -25,8 +25,7 @@ from keepcover.models import SmallCNN
 from keepcover.scores.scores import APS, HPS
 from keepcover.specs import load_model
 from keepcover.training import fit_under_noise
-
-from .test_smoothing import SHAPE, nearest, toy
+from tests.toys import SHAPE, nearest, toy
 
 onnx = pytest.importorskip("onnx", reason="ONNX models are built with onnx: pip install '.[test]'")
 pytest.importorskip("onnxruntime", reason="ONNX models run in onnxruntime: pip install '.[onnx]'")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,17 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     for value in ([1, 2], {"a": 1}, {"state_dict": [torch.zeros(2)]}, torch.zeros(3)):
         torch.save(value, tmp_path / "w.pt")
         refused("holds no state dict of tensors", small(), tmp_path / "w.pt")
+
+
+def test_a_torch_file_that_is_compressed_is_refused_unread(tmp_path: Path) -> None:
+    """torch stores bytes as they are; 30 kB of zeros, packed, would fill 30 MB, and so on without end."""
+    model, path, packed = small(), tmp_path / "w.pt", tmp_path / "packed.pt"
+    torch.save(weights(model), path)
+    with zipfile.ZipFile(path) as plain, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for info in plain.infolist():
+            archive.writestr(info.filename, plain.read(info))
+    load_weights(model, path)
+    refused("holds compressed members, which torch never writes", model, packed)
 
 
 # -- the public weights ------------------------------------------------------------------------------------------------
