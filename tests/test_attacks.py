@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
+
 from keepcover.attacks.attacks import (
     L2,
     CountMargin,
@@ -23,8 +25,6 @@ from keepcover.attacks.attacks import (
     smooth_adv,
     transfer,
 )
-from torch import Tensor, nn
-
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.noise.stream import ROLES, Stream, lattice
 from keepcover.prediction.calibration import calibrate

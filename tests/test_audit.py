@@ -14,10 +14,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keepcover.attacks.attacks import NoisyModel, mean_softmax, pgd, transfer
 from scipy import stats
 from torch import Tensor, nn
 
+from keepcover.attacks.attacks import NoisyModel, mean_softmax, pgd, transfer
 from keepcover.attacks.audit import VIOLATION, Audit, audit, judge
 from keepcover.cli.side_by_side import summary_rows
 from keepcover.errors import InputError

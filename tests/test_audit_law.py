@@ -15,6 +15,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from numpy import ndarray
+from scipy import stats
+from scipy.special import ndtri
+
+from keepcover.attacks.audit import VIOLATION
 from keepcover.bounds.bounds import (
     covered_at_most_given,
     gaussian_shift,
@@ -25,11 +30,6 @@ from keepcover.bounds.bounds import (
     miss_rate,
     risk_control_law,
 )
-from numpy import ndarray
-from scipy import stats
-from scipy.special import ndtri
-
-from keepcover.attacks.audit import VIOLATION
 from keepcover.guarantee import conformal_rank, exact_level
 from keepcover.methods import METHODS, RCP1, Exact, ExactAsymmetric, Method
 from keepcover.scores.draws import Draws

@@ -13,6 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy import ndarray
+from scipy import stats
+from scipy.spatial import ConvexHull
+
 from keepcover.bounds.bounds import (
     bernstein,
     binomial_tail,
@@ -29,10 +33,6 @@ from keepcover.bounds.bounds import (
     majorant_gap,
     miss_rate,
 )
-from numpy import ndarray
-from scipy import stats
-from scipy.spatial import ConvexHull
-
 from keepcover.errors import InputError
 
 patient = settings(deadline=None, derandomize=True)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from keepcover.evaluation.splits import evaluate_methods
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from keepcover import cli, zipped
 from keepcover.demo.demo import Entry
 from keepcover.errors import InputError
 from keepcover.evaluation.plan import make_plan
+from keepcover.evaluation.splits import evaluate_methods
 from keepcover.methods import METHODS
 from keepcover.models import SmallCNN
 from keepcover.paper import demo, demo_report

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from keepcover.data.splits import random_splits
-from keepcover.evaluation.splits import Row, evaluate_methods
 from torch import Tensor, nn
 
+from keepcover.data.splits import random_splits
 from keepcover.errors import InputError
+from keepcover.evaluation.splits import Row, evaluate_methods
 from keepcover.pages.evaluation_page import evaluation_page
 from keepcover.tasks.metrics import Spread
 

@@ -24,7 +24,6 @@ import torch
 from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keepcover.explore.smoother import SharedSmoother
 from PIL import Image
 
 from keepcover.cli import main
@@ -39,6 +38,7 @@ from keepcover.explore.images import amplified, png, read_upload
 from keepcover.explore.lineup import Lineup, radii, sentence
 from keepcover.explore.look import bars, nested, own_sets
 from keepcover.explore.server import run
+from keepcover.explore.smoother import SharedSmoother
 from keepcover.explore.subject import Subject, own_subject, saved_subject
 from keepcover.noise.stream import Stream
 from keepcover.prediction.artifact import load

@@ -18,10 +18,10 @@ from typing import TypeVar
 import numpy as np
 import pytest
 import torch
-from keepcover.bounds.bounds import hoeffding, miss_rate
 from scipy import stats
 from torch import Tensor
 
+from keepcover.bounds.bounds import hoeffding, miss_rate
 from keepcover.methods import CAS, BinCP, BinCPSharp, Exact, Method, Setting, get_method
 from keepcover.methods.bincp import Bounded
 from keepcover.methods.holdout import Holdout

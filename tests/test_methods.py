@@ -15,10 +15,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keepcover.bounds.bounds import bernstein, clopper_pearson, gaussian_shift, hoeffding, hull_level, majorant_gap
-from keepcover.data.splits import random_splits
 from torch import Tensor
 
+from keepcover.bounds.bounds import bernstein, clopper_pearson, gaussian_shift, hoeffding, hull_level, majorant_gap
+from keepcover.data.splits import random_splits
 from keepcover.errors import InputError
 from keepcover.guarantee import conformal_quantile
 from keepcover.methods import (

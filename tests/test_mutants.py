@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from keepcover.bounds.bounds import bernstein, clopper_pearson, gaussian_shift, hoeffding, majorant, majorant_gap
 from numpy import ndarray
 from scipy import stats
 from torch import Tensor
 
+from keepcover.bounds.bounds import bernstein, clopper_pearson, gaussian_shift, hoeffding, majorant, majorant_gap
 from keepcover.guarantee import conformal_quantile
 from keepcover.methods import (
     CAS,

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from keepcover.tasks.set_rows import set_rows, write_rows
 from safetensors.torch import save_file
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from keepcover.pages import plots
 from keepcover.pages.predictor_page import EXAMPLES, MOST_CLASSES, predictor_page
 from keepcover.prediction.artifact import load, read
 from keepcover.specs import load_inputs, load_model, part_rows
+from keepcover.tasks.set_rows import set_rows, write_rows
 from keepcover.tasks.sets import PredictionSets
 from keepcover.training import fit_under_noise
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from keepcover.evaluation.splits import evaluate_methods
 from safetensors.torch import save_file
 
+from keepcover.evaluation.splits import evaluate_methods
 from keepcover.models import SmallCNN
 from keepcover.noise.stream import Stream
 from keepcover.store import LogitStore, read_logits
