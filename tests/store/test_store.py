@@ -776,7 +776,7 @@ def test_data_are_the_same_however_they_are_batched_but_not_in_another_order() -
     [
         ({"model": Pixels(2.0)}, "for model"),
         ({"model": nn.Sequential(Pixels())}, "for model"),
-        ({"sigma": 0.5}, "for sigma 0.25, not 0.5"),
+        ({"noise": 0.5}, "for noise gaussian:0.25, not gaussian:0.5"),
         ({"autocast": torch.bfloat16}, "for autocast None, not bfloat16"),
         ({"channels_last": True}, "for channels_last"),
         ({"data": (DATA[0] + 0.01, DATA[1])}, "for data"),
@@ -785,7 +785,7 @@ def test_data_are_the_same_however_they_are_batched_but_not_in_another_order() -
     ],
 )
 def test_a_store_is_never_filled_with_something_else(change: dict[str, Any], match: str, whole: Path) -> None:
-    options = {"model": Pixels(), "sigma": SIGMA, "data": DATA, **change}
+    options = {"model": Pixels(), "noise": SIGMA, "data": DATA, **change}
     data = options.pop("data")
     with pytest.raises(InputError, match=match):
         LogitStore.at(whole).fill(Smoother(**options, progress=False), data, 8)
@@ -821,7 +821,7 @@ def test_one_root_holds_many_stores(tmp_path: Path) -> None:
     for seed in (0, 1):
         make(tmp_path, 2, seed=seed)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert [name.rsplit("-", 1)[0] for name in names] == ["Pixels-sigma0.25-seed0", "Pixels-sigma0.25-seed1"]
+    assert [name.rsplit("-", 1)[0] for name in names] == ["Pixels-gaussian0.25-seed0", "Pixels-gaussian0.25-seed1"]
     with pytest.raises(InputError, match=f"several stores, name one of {names[0]}, {names[1]}"):
         LogitStore.at(tmp_path)
     for seed, name in enumerate(names):
