@@ -30,7 +30,7 @@ from keepcover.noise.stream import probes
 Structure = dict[str, dict[str, Any]]  # of every module by its path: its class and its plain attributes
 
 CLASS = "(class)"  # no attribute can be called that
-_OWN = frozenset(vars(nn.Module()))  # what every module has
+_OWN = frozenset(vars(nn.Module())) | {"name_or_path"}  # what every module has, and where transformers read it from
 _PLACE = re.compile(r"(cpu|cuda|mps|xpu)(:\d+)?|.*[/\\].*", re.DOTALL)  # devices and files differ between machines
 
 
