@@ -52,8 +52,9 @@ class Entry:
 
     def asked(self, source: Source, n: int, task: Task, shape: tuple[int, ...] | None) -> Asked:
         """The question to the method, on outputs with so many draws and n calibration points."""
-        draws = self.draws or source.draws
-        per_point = self.calibration_draws or min(source.draws, self.method.usual_calibration_draws(draws))
+        draws = source.draws if self.draws is None else self.draws
+        usual = min(source.draws, self.method.usual_calibration_draws(draws))
+        per_point = usual if self.calibration_draws is None else self.calibration_draws
         for wanted in (draws, per_point):
             if not 1 <= wanted <= source.draws:
                 raise InputError(f"asked for {wanted} draws, there are {source.draws}; ask for 1 to {source.draws}")
@@ -145,7 +146,7 @@ def evaluate(
     source = source_of(outputs, truth, asked)
     known = get_task(task, **({} if score is None else {"score": score}))
     shared = {"epsilon": epsilon, "calibration_draws": calibration_draws, "alpha": alpha, "task": known, "norm": norm}
-    listed = entries(methods, transforms, draws or source.draws, promise=promise or Promise(), **shared)
+    listed = entries(methods, transforms, source.draws if draws is None else draws, promise=promise or Promise(), **shared)
     found = evaluate_entries(
         source,
         listed,
