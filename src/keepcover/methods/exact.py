@@ -21,7 +21,14 @@ from numpy import ndarray
 from torch import Tensor
 
 from keepcover.bounds import (
-    conformal_law, covered_at_most_given, hull_bracket, hull_curve, hull_level, is_majorant, majorant_gap, risk_control_law,
+    conformal_law,
+    covered_at_most_given,
+    hull_bracket,
+    hull_curve,
+    hull_level,
+    is_majorant,
+    majorant_gap,
+    risk_control_law,
 )
 from keepcover.errors import InputError
 from keepcover.methods.base import Asked, Explanation, Method, Rule
@@ -306,12 +313,14 @@ class RCP1(Method):
 class OneDraw(HullRule):
     """One calibration draw and one per query: up is its own concave hull, so alpha' needs no grid."""
 
-    words = "the one draw is at most t"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.gamma != 0:
             raise InputError(f"{self.name} forgives nothing; expected gamma 0, got {self.gamma}")
+
+    @property
+    def words(self) -> str:
+        return "the one draw is at most t"
 
     @property
     def level(self) -> float:
