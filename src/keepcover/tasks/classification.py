@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from numpy import ndarray
 from torch import Tensor
@@ -192,6 +191,7 @@ def exceedances(rows: Tensor, thresholds: ndarray) -> Tensor:
     """How many rows ``[r, N]`` exceed each threshold in exactly j of their draws, flat ``[thresholds * (N + 1)]``.
 
     Example:
+        >>> import numpy as np
         >>> exceedances(torch.tensor([[0.1, 0.9], [0.2, 0.3]]), np.array([0.5, np.inf])).view(2, 3)
         tensor([[1, 1, 0],
                 [2, 0, 0]])
