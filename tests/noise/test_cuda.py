@@ -1,4 +1,4 @@
-"""What only a GPU can show. Run as a script where pytest is missing: ``PYTHONPATH=src python tests/test_cuda.py``."""
+"""What only a GPU can show. Run as a script where pytest is missing: ``PYTHONPATH=src python tests/noise/test_cuda.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"
+SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 
 def kernel_agrees_with_tensor_operations() -> None:
