@@ -81,12 +81,13 @@ def hull_bracket(counts: Counts, c: int, kappa: int, alpha: float, gamma: float 
     if counts.missed(kappa, q[1], gamma) > alpha:
         # So large an attack that no level the grid can tell from zero certifies alpha.
         return 0.0, float(counts.clean(c, q[1]))
-    safe = hopeful = 0.0
-    for _ in range(24):
+    rounds = 24
+    while True:
         f, h = counts.clean(c, q), counts.missed(kappa, q, gamma)
         (safe,), _, _ = _bridge(f[None, :-1], h[None, 1:], alpha)
         (hopeful,), (i,), (j,) = _bridge(f[None], h[None], alpha)
-        if hopeful - safe <= 1e-4 * hopeful or len(q) > 100_000:
+        rounds -= 1
+        if hopeful - safe <= 1e-4 * hopeful or len(q) > 100_000 or rounds == 0:
             break
         mu = (f[j] - f[i]) / (h[j] - h[i])
         worst_corner = f[:-1] + mu * (alpha - h[1:])
