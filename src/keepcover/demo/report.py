@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from keepcover.demo.demo import ALPHA, ATTACKED, ENTRIES, EPSILON, RADII, SIGMA, DemoResult
+from keepcover.demo.demo import ALPHA, EPSILON, RADII, SIGMA, DemoResult
 from keepcover.files import make_folder, write_file
 from keepcover.pages import plots
 from keepcover.pages.predictor_page import facts
@@ -28,7 +28,7 @@ from keepcover.pages.report import (
 def write_report(result: DemoResult, folder: Path, figures: Path | None = None) -> Path:
     """Write ``report.html``, ``results.json`` and the predictor, figures too where they have a folder; returns the page."""
     make_folder(folder)
-    best = result.predictors["exact, 16 draws"]
+    best, names = result.best, list(result.predictors)
     rows = result.rows()
     certified = {name: predictor.guarantee.certified for name, predictor in result.predictors.items()}
     page = Page(
@@ -44,7 +44,7 @@ def write_report(result: DemoResult, folder: Path, figures: Path | None = None) 
             "Every method, clean and attacked",
             f"A small CNN trained under noise of sigma {SIGMA:g} (right on {result.accuracy:.0%} of noisy test draws). 500 "
             f"calibration and 500 test points, alpha {ALPHA:g}, epsilon {EPSILON:g}. The attack is projected gradient ascent "
-            f"on the first {ATTACKED} test images; the worse of two attacks is shown.",
+            f"on the first {len(result.audit.images)} test images; the worse of two attacks is shown.",
             methods_table(rows),
             attack_figures(rows, ALPHA, EPSILON),
             note="Coverage with 95 % Clopper-Pearson intervals, for this one split. A certified method promises 90 % under "
@@ -84,7 +84,7 @@ def write_report(result: DemoResult, folder: Path, figures: Path | None = None) 
         )
     )
     page.sections.append(audit_section(result.audit))
-    shown = audit_examples(result.audit, ENTRIES[0].name, "exact, 16 draws", EPSILON)
+    shown = audit_examples(result.audit, names[0], names[-1], EPSILON)
     if shown:
         page.sections.append(shown)
     page.sections.append(promise_section(best.guarantee.assumptions))
