@@ -15,10 +15,10 @@ from keepcover.bounds.laws import (
     risk_control_law,
 )
 from keepcover.bounds.majorant import is_majorant, majorant, majorant_cost, majorant_gap
-from keepcover.bounds.quantile import conformal_quantile, conformal_rank, exact_level
+from keepcover.bounds.quantile import conformal_quantile, conformal_rank, exact_level, order_statistic
 
 __all__ = [
     "Counts", "bernstein", "binomial_tail", "clopper_pearson", "conformal_law", "conformal_quantile", "conformal_rank", "covered_at_most",
     "covered_at_most_given", "dkw", "exact_level", "hoeffding", "hull_bracket", "hull_curve", "hull_level", "hull_levels",
-    "hypergeometric", "is_majorant", "majorant", "majorant_cost", "majorant_gap", "risk_control_law",
+    "hypergeometric", "is_majorant", "majorant", "majorant_cost", "majorant_gap", "order_statistic", "risk_control_law",
 ]
