@@ -122,8 +122,10 @@ class Threat:
         return self.noise.up(q, self.epsilon, self.norm, self.shape)
 
     def down(self, p: Any) -> Any:
-        """The smallest attacked probability of a set of clean probability p: 1 - up(1 - p)."""
-        return 1 - self.up(1 - np.asarray(p, dtype=np.float64))
+        """The smallest attacked probability of a set of clean probability p: 1 - up(1 - p), rounded down."""
+        attacked = self.up(1 - np.asarray(p, dtype=np.float64))
+        # Two differences are rounded, by at most 2^-53 each: down errs downwards.
+        return np.where(attacked == 0, 1.0, np.maximum(1 - attacked - 2.0**-52, 0.0))[()]
 
     def most(self, alpha: float) -> float:
         """The largest clean probability that no attack lifts above ``alpha``, rounded down.
