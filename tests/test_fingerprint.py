@@ -46,6 +46,7 @@ class Net(nn.Module):
         self.cache: Tensor | None = None
         self.place = "cpu"
         self.folder = "/somewhere/else"
+        self.name_or_path = "folder"
 
     def forward(self, images: Tensor) -> Tensor:
         self.cache = images.mean()
@@ -116,7 +117,7 @@ def test_the_same_model_comes_back(saved: Path) -> None:
     """Whether it ran before or not, on whatever device and from whatever folder its attributes say it is."""
     fresh, used = Net(), Net()
     used(CAL[0][:2])
-    used.place, used.folder = "cuda:1", "/home"
+    used.place, used.folder, used.name_or_path = "cuda:1", "/home", "copy"  # type: ignore[assignment]
     for model in (fresh, used, Net().train(), nn.DataParallel(Net())):
         assert load(saved, model).predict(CAL[0][:3], seed=1).mask.shape == (3, 4)
     stored = read(saved)[0]["model_structure"]
@@ -209,9 +210,13 @@ def test_wrappers_are_looked_through() -> None:
 
 
 def test_a_script_and_its_import_are_one(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
-    """Calibrated by ``python net.py``, served by ``--model net:build``."""
-    monkeypatch.setattr(Net, "__module__", "__main__")
-    load(saved, Net())
+    """Calibrated by ``python net.py``, served by ``--model net:build``, or by ``--model package.net:build``."""
+    for name in ("__main__", "test_fingerprint", "package.tests.test_fingerprint"):
+        monkeypatch.setattr(Net, "__module__", name)
+        load(saved, Net())
+    monkeypatch.setattr(Net, "__module__", "other.test_fingerprint")
+    with pytest.raises(InputError, match=r"the model is a other\.test_fingerprint\.Net, expected tests"):
+        load(saved, Net())
 
 
 def test_rounding_of_another_machine_is_tolerated(saved: Path) -> None:

@@ -69,6 +69,32 @@ class Audit:
         """Promises that did not hold: a finding, not noise."""
         return tuple(row for row in self.rows if row.verdict == "violated")
 
+    def summary(self, radius: float) -> list[dict[str, Any]]:
+        """One dictionary per predictor, with the worst of the attacks at one radius."""
+        made = []
+        for name in dict.fromkeys(row.name for row in self.rows):
+            mine = [row for row in self.rows if row.name == name]
+            clean = next(row for row in mine if row.attack == "none")
+            attacked = [row for row in mine if row.attack != "none" and row.radius == radius]
+            worst = min(attacked, key=lambda row: row.coverage["mean"], default=clean)
+            made.append(
+                {
+                    "name": name,
+                    "method": clean.method,
+                    "transform": clean.transform,
+                    "certified": clean.certified,
+                    "draws": clean.draws,
+                    "coverage": clean.coverage,
+                    "size": clean.size,
+                    "attack": worst.attack,
+                    "attacked_coverage": worst.coverage,
+                    "attacked_size": worst.size,
+                    "p_value": worst.p_value,
+                    "verdict": worst.verdict,
+                }
+            )
+        return made
+
     def to_dict(self) -> dict[str, Any]:
         return {"rows": [row.__dict__ for row in self.rows], "images": len(self.images), "violated": len(self.broken)}
 
@@ -158,7 +184,9 @@ def audit(
             if key not in shared:
                 shared[key] = pgd(noisy, images, labels, radius, loss=mean_softmax, **shaped)
             return shared[key]
-        return pgd(noisy, images, labels, radius, loss=Margin(predictor, stream), gradients=attack == "margin", **shaped)
+        return pgd(
+            noisy, images, labels, radius, loss=Margin(predictor, stream), gradients=attack == "margin", **shaped
+        )
 
     def record(name: str, predictor: Predictor, attack: str, radius: float, inputs: Tensor) -> None:
         result = predictor.predict(inputs, seed=seed)
@@ -206,5 +234,7 @@ def _checked(attacked: Tensor, images: Tensor, radius: float, name: str, predict
         raise InputError(f"attack {name!r} must return finite images of shape {tuple(images.shape)}")
     distance = norm.length(attacked.double() - images.double())
     if float(distance.max()) > radius * (1 + 1e-6):
-        raise InputError(f"attack {name!r} moved an image by {norm.short} {float(distance.max()):.6g}, allowed are {radius:g}")
+        raise InputError(
+            f"attack {name!r} moved an image by {norm.short} {float(distance.max()):.6g}, allowed are {radius:g}"
+        )
     return attacked

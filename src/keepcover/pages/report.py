@@ -120,7 +120,7 @@ class Page:
         except ImportError:
             raise InputError("HTML reports need jinja2: pip install '.[report]' in a checkout") from None
         environment = Environment(
-            loader=PackageLoader("keepcover"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+            loader=PackageLoader("keepcover.pages"), autoescape=True, trim_blocks=True, lstrip_blocks=True
         )
         return environment.get_template("report.html").render(page=self, colors=plots.COLORS, dark=plots.DARK)
 

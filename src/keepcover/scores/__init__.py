@@ -20,6 +20,23 @@ from keepcover.scores.scores import (
 from keepcover.scores.transforms import PTT, Steps
 
 __all__ = [
-    "APS", "HPS", "PTT", "RAPS", "SCORES", "CustomScore", "Draws", "Items", "Reading", "Score", "Steps", "aps", "as_logits",
-    "get_score", "hps", "log_odds", "log_odds_of", "raps", "top_label",
+    "APS",
+    "HPS",
+    "PTT",
+    "RAPS",
+    "SCORES",
+    "CustomScore",
+    "Draws",
+    "Items",
+    "Reading",
+    "Score",
+    "Steps",
+    "aps",
+    "as_logits",
+    "get_score",
+    "hps",
+    "log_odds",
+    "log_odds_of",
+    "raps",
+    "top_label",
 ]
