@@ -34,7 +34,9 @@ def test_missed_is_the_binomial_law_of_the_attacked_count(
 @given(st.integers(1, 40), st.data(), st.floats(0, 1))
 def test_clean_is_the_binomial_law_of_the_clean_count(draws: int, data: st.DataObject, q: float) -> None:
     c = data.draw(st.integers(-1, draws))
-    assert float(counts_of(draws, 1, 0.7).clean(c, q)) == pytest.approx(stats.binom.sf(c, draws, q), rel=1e-9, abs=1e-15)
+    assert float(counts_of(draws, 1, 0.7).clean(c, q)) == pytest.approx(
+        stats.binom.sf(c, draws, q), rel=1e-9, abs=1e-15
+    )
 
 
 @patient
@@ -98,7 +100,12 @@ def test_impossible_counts_are_refused() -> None:
     for draws in ((0, 1), (1, 0)):
         with pytest.raises(InputError, match="at least 1 draw"):
             Counts(threat, *draws)
-    for c, kappa, words in ((4, 0, "c = 4 of 4"), (0, -1, "kappa = -1 of 3"), (-1, 0, "c = -1"), (0, 3, "kappa = 3 of 3")):
+    for c, kappa, words in (
+        (4, 0, "c = 4 of 4"),
+        (0, -1, "kappa = -1 of 3"),
+        (-1, 0, "c = -1"),
+        (0, 3, "kappa = 3 of 3"),
+    ):
         with pytest.raises(InputError, match=words):
             Counts(threat, 4, 3).check(c, kappa)
 

@@ -43,7 +43,9 @@ def test_majorant_is_valid_everywhere(n_cal: int, draws: int, kappa: int, r: flo
 
 
 @cases
-def test_is_majorant_tells_honest_g_from_scaled_ones(n_cal: int, draws: int, kappa: int, r: float, gamma: float) -> None:
+def test_is_majorant_tells_honest_g_from_scaled_ones(
+    n_cal: int, draws: int, kappa: int, r: float, gamma: float
+) -> None:
     """The program's cells leave up to 0.002 above h; without it, g touches h, and a thousandth less must not pass."""
     counts = counts_of(n_cal, draws, r)
     g, _ = majorant(bimodal_weights(n_cal), counts, kappa, gamma)

@@ -19,6 +19,7 @@ from tests.noise.known import KNOWN, words
 
 patient = settings(deadline=None, derandomize=True)
 
+
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
 def test_philox_known_answers(counter: str, key: str, expected: str) -> None:
     c0, c1, c2, c3 = (torch.full((2, 3), word) for word in words(counter))

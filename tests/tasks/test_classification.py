@@ -69,7 +69,9 @@ def test_open_labels_count_as_missed() -> None:
     for reading, worst in ((Reading(True), torch.inf), (Reading(False), 1.0)):
         items = task.items(outputs, task.check_truth(truth, 30), reading, torch.zeros(30))
         assert (items.draws.values[~known] == worst).all()
-        closed = Classification().seen(outputs).items(outputs[known], truth[known], reading, torch.zeros(int(known.sum())))
+        closed = (
+            Classification().seen(outputs).items(outputs[known], truth[known], reading, torch.zeros(int(known.sum())))
+        )
         assert torch.equal(items.draws.values[known], closed.draws.values)
     assert task.assumptions == ()
     assert "one of the classes that the model has" in Classification().assumptions[0]
