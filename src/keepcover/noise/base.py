@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -138,11 +139,7 @@ class Threat:
             >>> round(Threat(Gaussian(0.25), 0.125).most(0.1), 4)
             0.0374
         """
-        low, high = 0.0, 1.0
-        for _ in range(80):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.up(middle) <= alpha else (low, middle)
-        return low
+        return _most(self, alpha)
 
     def grid(self) -> ndarray:
         """Where bounds look; see :meth:`Noise.grid`."""
@@ -164,6 +161,15 @@ class Threat:
 
     def __str__(self) -> str:
         return f"has moved it by up to {self.epsilon:g} {get_norm(str(self.norm)).words}"
+
+
+@lru_cache(maxsize=4096)
+def _most(threat: Threat, alpha: float) -> float:
+    low, high = 0.0, 1.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if threat.up(middle) <= alpha else (low, middle)
+    return low
 
 
 def probabilities(q: Any) -> ndarray:
