@@ -28,8 +28,7 @@ from keepcover.prediction.calibration import calibrate
 from keepcover.prediction.predictor import Predictor
 from keepcover.scores.draws import Draws
 from keepcover.scores.scores import HPS, RAPS, CustomScore
-
-from .test_smoothing import nearest, toy
+from tests.toys import nearest, toy
 
 CAL, HELD, TEST = toy(120, seed=1), toy(40, seed=2), toy(60, seed=3)
 ASK: dict[str, Any] = {"epsilon": 0.03, "sigma": 0.1, "draws": 8, "calibration_draws": 8, "seed": 1, "holdout": HELD}

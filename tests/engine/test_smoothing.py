@@ -24,56 +24,10 @@ from keepcover.engine.memory import RememberingSmoother
 from keepcover.engine.progress import Bar
 from keepcover.engine.smoother import Smoother, _held, evaluation_mode
 from keepcover.errors import InputError, KeepcoverWarning
-from keepcover.noise.stream import Stream
+from keepcover.noise import Stream
+from tests.toys import SHAPE, Recorder, flags, half_trained, nearest, network, toy
 
 patient = settings(deadline=None, derandomize=True, max_examples=30)
-SHAPE = (1, 4, 4)
-
-
-def toy(n: int, classes: int = 4, seed: int = 0, spread: float = 0.12) -> tuple[Tensor, Tensor]:
-    """Labelled images in [0, 1]: one prototype per class, and Gaussian spread around it."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(classes, (n,), generator=generator)
-    images = prototypes(classes)[labels] + spread * torch.randn(n, *SHAPE, generator=generator)
-    return images.clamp(0, 1), labels
-
-
-def prototypes(classes: int) -> Tensor:
-    return 0.5 + 0.1 * torch.randn(classes, *SHAPE, generator=torch.Generator().manual_seed(99))
-
-
-def nearest(classes: int = 4, sharpness: float = 12.0) -> nn.Module:
-    """The linear classifier of the nearest prototype: logits -sharpness |x - prototype|^2, but for what all share."""
-    centres = prototypes(classes).flatten(1)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(centres.shape[1], classes))
-    with torch.no_grad():
-        model[1].weight.copy_(2 * sharpness * centres)
-        model[1].bias.copy_(-sharpness * centres.square().sum(dim=1))
-    return model.eval()
-
-
-def network(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(12, 5)
-    ).eval()
-
-
-class Recorder:
-    """A classifier that keeps what it was given."""
-
-    def __init__(self, classes: int = 3) -> None:
-        self.classes = classes
-        self.seen: list[Tensor] = []
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        self.seen.append(inputs.clone())
-        return inputs.flatten(1)[:, : self.classes].contiguous()
-
-    @property
-    def inputs(self) -> Tensor:
-        return torch.cat(self.seen)
-
 
 # -- one function, however it is run -----------------------------------------------------------------------------------
 
@@ -258,19 +212,6 @@ def test_remembered_logits_are_those_of_the_network() -> None:
 # -- modes -------------------------------------------------------------------------------------------------------------
 
 
-def half_trained() -> nn.Sequential:
-    """Some parts in train mode, some not, in no particular order."""
-    model = network()
-    model.train()
-    model[1].eval()
-    model[4].eval()
-    return model
-
-
-def flags(model: nn.Module) -> list[bool]:
-    return [module.training for module in model.modules()]
-
-
 def test_train_mode_is_warned_about_left_and_restored() -> None:
     model, images, stream = half_trained(), toy(5)[0], Stream(0, "test")
     before = flags(model)
@@ -387,16 +328,14 @@ def test_channels_last_is_only_a_layout() -> None:
 @pytest.mark.parametrize(
     ("model", "match"),
     [
-        (lambda x: x.flatten(1).sum(dim=1), r"return logits \[6, classes\], got \(6,\)"),
-        (lambda x: x, r"return logits \[6, classes\], got \(6, 1, 4, 4\)"),
-        (lambda x: x.flatten(1)[:-1], r"return logits \[6, classes\], got \(5, 16\)"),
-        (lambda x: (x.flatten(1), x), r"return logits \[6, classes\], got tuple"),
-        (lambda x: x.flatten(1)[:, :1], "at least 2 classes, the model returns 1"),
+        (lambda x: x.sum(), r"return outputs \[6, ...\], one per input, got \(\)"),
+        (lambda x: x.flatten(1)[:-1], r"return outputs \[6, ...\], one per input, got \(5, 16\)"),
+        (lambda x: (x.flatten(1), x), r"return outputs \[6, ...\], one per input, got tuple"),
         (lambda x: x.flatten(1) * float("nan"), "NaN or infinite logits under noise"),
         (lambda x: x.flatten(1) / 0, "NaN or infinite logits under noise"),
     ],
 )
-def test_outputs_that_are_no_logits_are_refused(model: Callable[[Tensor], Tensor], match: str) -> None:
+def test_outputs_that_belong_to_no_input_or_are_no_numbers_are_refused(model: Callable[[Tensor], Tensor], match: str) -> None:
     with pytest.raises(InputError, match=match):
         Smoother(model, 0.2).logits(torch.rand(2, *SHAPE), 3, Stream(0, "test"))
 

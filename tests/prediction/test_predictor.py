@@ -36,8 +36,7 @@ from keepcover.scores.draws import Draws
 from keepcover.scores.scores import APS, HPS, RAPS, CustomScore, hps, log_odds
 from keepcover.scores.transforms import PTT
 from keepcover.tasks.sets import PredictionSets
-
-from .test_smoothing import Recorder, nearest, network, toy
+from tests.toys import Recorder, nearest, network, toy
 
 # Averaging methods need more draws than this to say anything; that they say nothing is warned about, and not at issue.
 trivial_is_fine = pytest.mark.filterwarnings("ignore:.*can only return the full label set:keepcover.KeepcoverWarning")
