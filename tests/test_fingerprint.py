@@ -209,9 +209,13 @@ def test_wrappers_are_looked_through() -> None:
 
 
 def test_a_script_and_its_import_are_one(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
-    """Calibrated by ``python net.py``, served by ``--model net:build``."""
-    monkeypatch.setattr(Net, "__module__", "__main__")
-    load(saved, Net())
+    """Calibrated by ``python net.py``, served by ``--model net:build``, or by ``--model package.net:build``."""
+    for name in ("__main__", "test_fingerprint", "package.tests.test_fingerprint"):
+        monkeypatch.setattr(Net, "__module__", name)
+        load(saved, Net())
+    monkeypatch.setattr(Net, "__module__", "other.test_fingerprint")
+    with pytest.raises(InputError, match=r"the model is a other\.test_fingerprint\.Net, expected tests"):
+        load(saved, Net())
 
 
 def test_rounding_of_another_machine_is_tolerated(saved: Path) -> None:

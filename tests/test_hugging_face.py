@@ -6,10 +6,13 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
 import keepcover
 from keepcover.adapters import HuggingFaceClassifier, from_hugging_face
@@ -216,3 +219,190 @@ def test_gradients_reach_the_image(saved: Path) -> None:
     images = torch.rand(2, 3, 8, 8, requires_grad=True)
     (gradient,) = torch.autograd.grad(from_hugging_face(saved)(images).sum(), images)
     assert gradient.abs().max() > 0
+
+
+# -- folders of unknown origin, with a stand-in for transformers --------------------------------------------------------
+
+
+class Stub(nn.Module):
+    """What from_pretrained returns, as far as keepcover looks at it."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.config = SimpleNamespace(
+            **{"id2label": {0: "cat", 1: "dog"}, "num_labels": 2, "image_size": 8, **settings}
+        )
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders that transformers was asked to open."""
+    folders: list[Path] = []
+
+    def from_pretrained(folder: Path, **_: Any) -> tuple[nn.Module, dict[str, Any]]:
+        folders.append(folder)
+        settings = json.loads((folder / "config.json").read_text())
+        if "fail" in settings:
+            raise {"TypeError": TypeError, "AttributeError": AttributeError, "MemoryError": MemoryError}[
+                settings["fail"]
+            ]("odd\nsettings")
+        return Stub(**json.loads(settings.get("given", "{}"))), {"missing_keys": []}
+
+    model = SimpleNamespace(from_pretrained=from_pretrained)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoModelForImageClassification=model))
+    return folders
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """A folder whose weights come in two files and an index."""
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        save_file({"layer.weight": torch.zeros(1, 1)}, tmp_path / name)
+    sharded(tmp_path, {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"})
+    (tmp_path / "config.json").write_text(json.dumps({"id2label": {"0": "cat", "1": "dog"}, "hidden_size": 16}))
+    preprocess(tmp_path)
+    return tmp_path
+
+
+def sharded(folder: Path, weight_map: Any) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_a_usual_folder_is_opened(plain: Path, opened: list[Path]) -> None:
+    assert from_hugging_face(plain).class_names == ("cat", "dog")
+    (plain / "model.safetensors.index.json").unlink()
+    (plain / "model-00001-of-00002.safetensors").rename(plain / "model.safetensors")
+    assert from_hugging_face(plain).image_size == (8, 8)
+    assert opened == [plain, plain]
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [
+        {"a": "model-00001-of-00002.safetensors", "b": "pytorch_model.bin"},
+        {"a": "../elsewhere.safetensors"},
+        {"a": "/etc/elsewhere.safetensors"},
+        {"a": "sub/model.safetensors"},
+        {"a": "model-00003-of-00002.safetensors"},
+        {"a": "model.safetensors\0"},
+        {"a": 3},
+        {"a": None},
+        ["model-00001-of-00002.safetensors"],
+        "model-00001-of-00002.safetensors",
+        None,
+    ],
+)
+def test_an_index_names_safetensors_of_its_own_folder(weight_map: Any, plain: Path, opened: list[Path]) -> None:
+    """transformers would open a .bin, a pickle, wherever the index says."""
+    (plain / "pytorch_model.bin").write_bytes(b"")
+    sharded(plain, weight_map)
+    with pytest.raises(InputError, match=r"expected \.safetensors files beside it|which is not there") as caught:
+        from_hugging_face(plain)
+    assert "\n" not in str(caught.value)
+    assert opened == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"num_labels": 10**9}, "num_labels is 1000000000, expected at most 100000"),
+        ({"vision_config": {"num_labels": 10**9}}, "num_labels is 1000000000"),
+        ({"label_config": [{"num_classes": 10**6}]}, "num_classes is 1000000"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, expected at most 1000"),
+        ({"depths": [2, 2, 10**5, 2]}, "depths is 100000"),
+        ({"hidden_size": 10**12}, "hidden_size is 1000000000000"),
+        ({"id2label": {str(k): "x" for k in range(100_001)}}, "id2label has 100001 entries"),
+        ({"id2label": ["cat", "dog"]}, "expected id2label to name the classes 0, 1, 2"),
+        ({"id2label": {"0": "cat", "2": "dog"}}, "expected id2label to name the classes 0, 1, 2"),
+        ({"id2label": {"a": "cat"}}, "expected id2label to name the classes 0, 1, 2"),
+        ({"transformers_weights": "adapter_model.bin"}, "sets transformers_weights"),
+        ({"quantization_config": {"quant_method": "x"}}, "sets quantization_config"),
+        ({"backbone_config": {"use_pretrained_backbone": True}}, "sets use_pretrained_backbone"),
+        ({"_attn_implementation": "somebody/kernels"}, "to be eager or sdpa"),
+        ({"name": "x" * (1 << 22)}, "bytes, expected at most"),
+    ],
+)
+def test_settings_without_measure_are_refused(
+    settings: dict[str, Any], match: str, plain: Path, opened: list[Path]
+) -> None:
+    (plain / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match=match):
+        from_hugging_face(plain)
+    assert opened == []
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "{", "[]", "3", "null", '{"a": ' * 5000, '{"num_labels": 1' + "0" * 5000 + "}"]
+)
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json", "model.safetensors.index.json"])
+def test_files_that_are_no_settings_are_refused(text: str, name: str, plain: Path, opened: list[Path]) -> None:
+    (plain / name).write_text(text)
+    with pytest.raises(InputError, match=f"{name}.* is not JSON|expected an object in .*{name}") as caught:
+        from_hugging_face(plain)
+    assert "\n" not in str(caught.value)
+    assert opened == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fail": "TypeError"},
+        {"fail": "AttributeError"},
+        {"fail": "MemoryError"},
+        {"given": '{"id2label": 3}'},
+        {"given": '{"id2label": {"1": "a"}}'},
+    ],
+)
+def test_odd_settings_fail_in_one_line(settings: dict[str, Any], plain: Path, opened: list[Path]) -> None:
+    (plain / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match="is not an image classifier that transformers can load: ") as caught:
+        from_hugging_face(plain)
+    assert "\n" not in str(caught.value)
+    assert opened == [plain]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"image_mean": "0.5"},
+        {"image_mean": 0.5},
+        {"image_mean": ["a", "b", "c"]},
+        {"image_std": [0.1, 0.1]},
+        {"image_std": [0, 1, 1]},
+        {"image_std": [-1, 1, 1]},
+        {"image_mean": [None] * 3},
+        {"image_mean": [], "image_std": []},
+        {"image_mean": {"r": 1}},
+        {"rescale_factor": "x"},
+        {"rescale_factor": 0},
+        {"rescale_factor": [1]},
+        {"rescale_factor": None},
+        {"image_std": [float("nan")] * 3},
+    ],
+)
+def test_normalisations_that_are_none_are_refused(changes: dict[str, Any], plain: Path, opened: list[Path]) -> None:
+    preprocess(plain, **changes)
+    with pytest.raises(
+        InputError, match=r"one mean and one positive std per channel|to be a positive number"
+    ) as caught:
+        from_hugging_face(plain)
+    assert "\n" not in str(caught.value)
+    assert opened == []
+
+
+@pytest.mark.parametrize(
+    "size", ["8", {"height": "x", "width": 2}, {"shortest_edge": 8}, [8], [8, None], -3, {"height": None}]
+)
+def test_sizes_that_are_none_are_passed_over(size: Any, plain: Path, opened: list[Path]) -> None:
+    preprocess(plain, size=size)
+    (plain / "config.json").write_text(json.dumps({"given": json.dumps({"image_size": size})}))
+    assert from_hugging_face(plain).image_size is None
+
+
+def test_an_adapter_is_refused(plain: Path, opened: list[Path]) -> None:
+    """It names the folder or the address of another model, which transformers would open."""
+    (plain / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "elsewhere"}))
+    with pytest.raises(InputError, match="is an adapter of another model"):
+        from_hugging_face(plain)
+    assert opened == []

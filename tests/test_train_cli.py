@@ -304,8 +304,8 @@ def test_ones_own_function_loads_its_own_weights(
         (["--data", "cifar10"], ["--data-dir"]),
         (["--weights", "nowhere"], ["no weights at nowhere", "KEEPCOVER_WEIGHTS"]),
         (["--weights", "cifar10-resnet110-sigma0.25"], ["does not fit SmallCNN", "missing", "unknown"]),
-        (["--device", "cuda:99"], ["cuda:99", "--device cpu"]),
-        (["--device", "abacus"], ["abacus", "--device cpu"]),
+        (["--device", "cuda:99"], ["cuda:99", "use cpu"]),
+        (["--device", "abacus"], ["abacus", "use cpu"]),
         (["--out", "model.pt"], [".safetensors", "model.pt"]),
     ],
 )
@@ -339,7 +339,7 @@ def test_bad_input_to_base_is_refused(
         (["--validation", "-1"], ["validation images"]),
         (["--weights", "nowhere"], ["no weights at nowhere"]),
         (["--weights", "cifar10-resnet110-sigma0.25"], ["does not fit SmallCNN"]),
-        (["--device", "abacus"], ["abacus", "--device cpu"]),
+        (["--device", "abacus"], ["abacus", "use cpu"]),
         (["--out", "head.pt"], [".safetensors", "head.pt"]),
     ],
 )

@@ -19,9 +19,14 @@ from keepcover.bounds.laws import binomial_tail
 
 # Cells of the linear program are cut where h crosses these heights, so that pairing h at the right end of a cell with
 # E g at its left end costs at most the distance between two of them: fine where alpha lives, coarser above.
-_HEIGHTS = np.concatenate([
-    np.geomspace(1e-7, 4e-4, 24), np.arange(0.0005, 0.02, 0.0005), np.arange(0.02, 0.2, 0.002), np.arange(0.2, 1.0, 0.01),
-])
+_HEIGHTS = np.concatenate(
+    [
+        np.geomspace(1e-7, 4e-4, 24),
+        np.arange(0.0005, 0.02, 0.0005),
+        np.arange(0.02, 0.2, 0.002),
+        np.arange(0.2, 1.0, 0.01),
+    ]
+)
 INCREMENT_COST = 1 / 2500  # per unit of rise: keeps g finite at counts the holdout never showed
 
 

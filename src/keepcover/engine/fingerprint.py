@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from keepcover.engine.smoother import Classifier, Smoother
 from keepcover.errors import InputError, KeepcoverWarning
-from keepcover.noise.stream import Stream, probes
+from keepcover.noise import Noise, Stream
+from keepcover.noise.stream import probes
 
 Structure = dict[str, dict[str, Any]]  # of every module by its path: its class and its plain attributes
 
@@ -180,10 +181,10 @@ def _difference(expected: Structure, found: Structure) -> str | None:
 
 
 def _same_class(expected: Any, found: str) -> bool:
-    """A class of a script is ``__main__``'s where the script runs and its module's where it is imported."""
-    names = str(expected).split("."), found.split(".")
-    scripted = any(name[0] == "__main__" for name in names)
-    return names[0][-1] == names[1][-1] if scripted else expected == found
+    """A class of a script is ``__main__``'s where it runs; one of ``package.module`` is ``module``'s where that is on the path."""
+    one, other = f".{expected}", f".{found}"
+    scripted = any(name.startswith(".__main__.") for name in (one, other))
+    return one.split(".")[-1] == other.split(".")[-1] if scripted else one.endswith(other) or other.endswith(one)
 
 
 def _short(value: Any) -> str:
@@ -199,19 +200,26 @@ def probe_logits(smoother: Smoother, inputs: Tensor) -> Tensor | None:
 
     Compiling is left out: it takes minutes and does not change the function beyond what is tolerated.
     """
-    plain = Smoother(
+    return _noisy(_plain_smoother(smoother, 0.0), inputs, 1)
+
+
+def _plain_smoother(smoother: Smoother, noise: Noise | float) -> Smoother:
+    return Smoother(
         smoother.model,
-        0.0,
+        noise,
         batch_size=smoother.batch_size,
         device=smoother.device,
         autocast=smoother.autocast,
         channels_last=smoother.channels_last,
         progress=False,
     )
+
+
+def _noisy(smoother: Smoother, inputs: Tensor, draws: int) -> Tensor | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KeepcoverWarning)  # of train mode: whoever runs the model is told then
         try:
-            return plain.logits(inputs, 1, Stream(0, "test"))[:, 0].cpu()
+            return smoother.logits(inputs, draws, Stream(0, "test")).flatten(0, 1).cpu()
         except Exception:  # a function of the user's may raise anything at inputs that mean nothing to it
             return None
 
@@ -255,6 +263,14 @@ class Identity:
             for path, has in before.items()
         }
         return cls(given or fingerprint(smoother.model), None if given else kept, shape, low, high, logits)
+
+    def runs_plainly(self, smoother: Smoother) -> bool:
+        """Whether a smoother adds the noise that :class:`Smoother` adds: a file can bring back no other."""
+        if type(smoother) is Smoother:
+            return True
+        inputs = probes(self.shape, self.low, self.high)
+        own, plain = (_noisy(one, inputs, 2) for one in (smoother, _plain_smoother(smoother, smoother.noise)))
+        return own is not None and plain is not None and torch.allclose(own, plain, rtol=1e-3, atol=1e-3)
 
     def refuse_other(self, smoother: Smoother, given: str | None = None) -> None:
         """Raise unless the smoother runs this model; the error says what differs.

@@ -71,7 +71,10 @@ class Attacked:
 
 
 def entries(
-    methods: Sequence[str | Method] | None, transforms: Sequence[str] = ("none", "ptt"), draws: int | None = None, **shared: Any
+    methods: Sequence[str | Method] | None,
+    transforms: Sequence[str] = ("none", "ptt"),
+    draws: int | None = None,
+    **shared: Any,
 ) -> list[Entry]:
     """Every method under every transform that can matter to it: methods that only compare scores have none.
 
@@ -144,7 +147,13 @@ def evaluate(
     shared = {"epsilon": epsilon, "calibration_draws": calibration_draws, "alpha": alpha, "task": known, "norm": norm}
     listed = entries(methods, transforms, draws or source.draws, promise=promise or Promise(), **shared)
     found = evaluate_entries(
-        source, listed, splits=splits, holdout=holdout, redraw_holdout=redraw_holdout, seed=seed, progress=progress,
+        source,
+        listed,
+        splits=splits,
+        holdout=holdout,
+        redraw_holdout=redraw_holdout,
+        seed=seed,
+        progress=progress,
         shape=None if shape is None else tuple(shape),
     )
     return [row for rows in found for row in rows]
@@ -252,9 +261,7 @@ def _read(source: Source, rows: Tensor, uniform: Tensor) -> Scored:
     return Scored(Piece(rows, outputs, truth), uniform)
 
 
-def _scored(
-    source: Source, attacked: Attacked | None, split: Split, held: Scored, uniform: Tensor
-) -> Iterable[Scored]:
+def _scored(source: Source, attacked: Attacked | None, split: Split, held: Scored, uniform: Tensor) -> Iterable[Scored]:
     """Every point once: the holdout is not read again where reading costs something."""
     truth = torch.zeros(source.points, *held.truth.shape[1:], dtype=held.truth.dtype)
     rows = torch.arange(source.points)
@@ -267,7 +274,9 @@ def _scored(
         yield Scored(piece, uniform)
     if attacked is not None:
         for piece in attacked.source.read(torch.arange(attacked.source.points)):
-            yield Scored(Piece(source.points + piece.rows, piece.outputs, truth[attacked.positions[piece.rows]]), uniform)
+            yield Scored(
+                Piece(source.points + piece.rows, piece.outputs, truth[attacked.positions[piece.rows]]), uniform
+            )
 
 
 class Runner:
@@ -333,7 +342,13 @@ class Runner:
         promise = self.rule.guarantee(self.task)
         return [
             Row(
-                promise, len(seen.sizes), Spread.of(seen.sizes), Spread.of(seen.coverages), self.trivial[attack], attack, seen
+                promise,
+                len(seen.sizes),
+                Spread.of(seen.sizes),
+                Spread.of(seen.coverages),
+                self.trivial[attack],
+                attack,
+                seen,
             )
             for attack, seen in self.observed.items()
         ]

@@ -45,7 +45,9 @@ class Vote:
     def stages(self) -> list[range]:
         """Draws to make together. No label can be in before the first stage is over: N - kappa draws must not exceed."""
         last = max(rule.test_draws for rule in self.rules)
-        needed = [rule.test_draws - kappa - (gamma > 0) for rule, (kappa, gamma) in zip(self.rules, self._limits, strict=True)]
+        needed = [
+            rule.test_draws - kappa - (gamma > 0) for rule, (kappa, gamma) in zip(self.rules, self._limits, strict=True)
+        ]
         first = max(1, *needed)
         step = max(1, -(-(last - first) // _STAGES))
         return [range(a, b) for a, b in pairwise([0, *range(first, last, step), last])]

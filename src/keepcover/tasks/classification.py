@@ -67,7 +67,9 @@ class Classification(Task):
 
     @property
     def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
-        closed = "The true label is one of the classes that the model has: a query of another class is missed by every set."
+        closed = (
+            "The true label is one of the classes that the model has: a query of another class is missed by every set."
+        )
         return () if self.open_labels else (closed,)
 
     @property
@@ -84,7 +86,9 @@ class Classification(Task):
         if self.classes not in (None, classes):
             raise InputError(f"the predictor was calibrated on {self.classes} classes, the model returned {classes}")
         if self.class_names is not None and len(self.class_names) != classes:
-            raise InputError(f"expected {classes} class names, one per output of the model, got {len(self.class_names)}")
+            raise InputError(
+                f"expected {classes} class names, one per output of the model, got {len(self.class_names)}"
+            )
         return self if self.classes == classes else replace(self, classes=classes)
 
     def check_truth(self, truth: Any, n: int) -> Tensor:
@@ -158,7 +162,10 @@ class Classification(Task):
     def config(self) -> dict[str, Any]:
         names = None if self.class_names is None else list(self.class_names)
         return {
-            "name": self.name, "score": self._score.config(), "classes": self.classes, "class_names": names,
+            "name": self.name,
+            "score": self._score.config(),
+            "classes": self.classes,
+            "class_names": names,
             "open_labels": self.open_labels,
         }
 
