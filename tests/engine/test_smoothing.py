@@ -335,7 +335,9 @@ def test_channels_last_is_only_a_layout() -> None:
         (lambda x: x.flatten(1) / 0, "NaN or infinite logits under noise"),
     ],
 )
-def test_outputs_that_belong_to_no_input_or_are_no_numbers_are_refused(model: Callable[[Tensor], Tensor], match: str) -> None:
+def test_outputs_that_belong_to_no_input_or_are_no_numbers_are_refused(
+    model: Callable[[Tensor], Tensor], match: str
+) -> None:
     with pytest.raises(InputError, match=match):
         Smoother(model, 0.2).logits(torch.rand(2, *SHAPE), 3, Stream(0, "test"))
 

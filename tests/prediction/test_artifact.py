@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from keepcover.bounds.bounds import hull_level, majorant_gap
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import keepcover
-from keepcover.bounds.bounds import hull_level, majorant_gap
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.methods import CAS, BinCP, Exact, ExactAsymmetric

@@ -17,8 +17,8 @@ from scipy import stats
 from torch import Tensor
 
 import keepcover
-from keepcover.errors import InputError
 from keepcover.bounds import conformal_rank, exact_level
+from keepcover.errors import InputError
 from keepcover.methods import METHODS
 from keepcover.scores import APS, HPS, RAPS, CustomScore, as_logits, get_score, hps, log_odds
 
@@ -98,7 +98,12 @@ def test_what_is_promised_is_said() -> None:
     sets = keepcover.split_conformal((CAL, LABELS), TEST, alpha=0.2, class_names=list("abcde"))
     promise = sets.guarantee
     assert (promise.method, promise.certified, promise.alpha, promise.n) == ("cp", False, 0.2, 99)
-    assert (promise.epsilon, promise.threat.noise, promise.draws, promise.score) == (0.0, keepcover.Gaussian(0.0), 1, "hps")
+    assert (promise.epsilon, promise.threat.noise, promise.draws, promise.score) == (
+        0.0,
+        keepcover.Gaussian(0.0),
+        1,
+        "hps",
+    )
     assert "that nobody has attacked" in str(promise)
     assert json.loads(json.dumps(promise.to_dict()))["alpha"] == 0.2
     assert set(sets.labels()[0]) <= set("abcde")
@@ -262,7 +267,7 @@ def test_alpha_is_one_number_as_it_was_typed() -> None:
     for typed in (0.1, np.float32(0.1), torch.tensor(0.1), "0.1"):
         assert untyped((CAL, LABELS), TEST, alpha=typed).guarantee.alpha == 0.1
     for wrong in (None, [0.1, 0.2], "a tenth", True, []):
-        with pytest.raises(InputError, match="expected one .*alpha"):
+        with pytest.raises(InputError, match=r"expected one .*alpha"):
             untyped((CAL, LABELS), TEST, alpha=wrong)
 
 

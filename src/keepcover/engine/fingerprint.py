@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from keepcover.engine.smoother import Classifier, Smoother

@@ -294,7 +294,9 @@ def _items(manifest: dict[str, Any], values: Tensor, weight: Tensor | None) -> I
         raise InputError("expected points and holdout_size as numbers; save the predictor again")
     if weight is None:
         _agree("points", points, len(values))
-    elif weight.shape != (len(values),) or not bool(((weight > 0) & (weight <= 1)).all()) or weight.sum() > points + 1e-3:
+    elif (
+        weight.shape != (len(values),) or not bool(((weight > 0) & (weight <= 1)).all()) or weight.sum() > points + 1e-3
+    ):
         raise InputError("expected one weight in (0, 1] per item, at most 1 per point; save the predictor again")
     return Items(Draws(values), points, weight)
 
@@ -344,5 +346,10 @@ def load(
     if model is None:
         return predictor
     with _malformed(path):
-        options = {"batch_size": batch_size, "device": device, "progress": progress, **numeric_options(predictor.numerics)}
+        options = {
+            "batch_size": batch_size,
+            "device": device,
+            "progress": progress,
+            **numeric_options(predictor.numerics),
+        }
         return predictor.with_model(Smoother(model, predictor.noise, **options), fingerprint)

@@ -523,8 +523,7 @@ def _advice(rule: Rule, items: Items) -> str:
     """How many draws would help, where that can be told."""
     if rule.method.compares_only:
         return "more draws, "
-    statistic = rule.statistic(items.first(rule.calibration_draws).draws)
-    draws = rule.enough_draws(statistic, items.points)
+    draws = rule.enough_draws(items.first(rule.calibration_draws))
     return "more draws alone will not help: " if draws is None else f"it takes about draws={draws} to do better, or "
 
 
