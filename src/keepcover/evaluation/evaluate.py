@@ -16,7 +16,7 @@ from torch import Tensor
 from keepcover.errors import InputError
 from keepcover.evaluation.random_splits import Split, random_splits
 from keepcover.evaluation.rows import Observed, Row
-from keepcover.evaluation.source import Piece, Source, source_of
+from keepcover.prediction.source import Piece, Source, source_of
 from keepcover.methods import METHODS, Asked, Holdout, Method, Rule, get_method
 from keepcover.noise import Noise, Threat, get_noise
 from keepcover.promises import Promise

@@ -106,6 +106,8 @@ class Network(Source):
 
 def source_of(outputs: Any, truth: Any, noise: Noise | None) -> Source:
     """Any outputs as a source; a store brings its truth and its noise, and stays on the disk where it is large."""
+    if truth is not None and isinstance(outputs, Source | StoreReader):
+        raise InputError("a store brings the truth of its points along; leave truth out")
     if isinstance(outputs, Source):
         return outputs
     if isinstance(outputs, StoreReader):
@@ -117,5 +119,5 @@ def source_of(outputs: Any, truth: Any, noise: Noise | None) -> Source:
     if noise is None:
         raise InputError("expected sigma or noise=..., under which the outputs were computed")
     if truth is None:
-        raise InputError("expected the truth of every point: evaluate(outputs, truth, ...)")
+        raise InputError("expected the truth of every point, as the second argument")
     return InMemory(outputs, truth, noise)
