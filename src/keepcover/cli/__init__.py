@@ -9,24 +9,24 @@ from typing import Any
 import typer
 import typer.main
 
-from keepcover.cli import commands, data, explore, predictor, reproduce, serve, smooth, train
+from keepcover.cli import audit, data, demo, evaluate, explore, plan, predictor, reproduce, serve, smooth, train
 from keepcover.cli.console import app, err
 from keepcover.errors import InputError
 from keepcover.methods import METHODS
 
-__all__ = [
-    "app",
-    "commands",
-    "data",
-    "every_command",
-    "explore",
-    "main",
-    "predictor",
-    "reproduce",
-    "serve",
-    "smooth",
-    "train",
-]
+COMMANDS = (
+    demo,
+    plan,
+    evaluate,
+    audit,
+    predictor,
+    smooth,
+    train,
+    data,
+    serve,
+    explore,
+    reproduce,
+)  # in the help's order
 
 
 def every_command() -> list[tuple[tuple[str, ...], Any]]:

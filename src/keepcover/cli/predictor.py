@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -17,8 +17,11 @@ from keepcover.cli.console import (
     Figures,
     Fingerprint,
     Json,
+    MaybeSigma,
     ModelOutput,
     ModelSpec,
+    NoiseSpec,
+    NormName,
     Part,
     ScoreName,
     Secret,
@@ -30,13 +33,11 @@ from keepcover.cli.console import (
     print_json,
     print_table,
     read_names,
+    some_noise,
 )
+from keepcover.cli.rows import format_of, write_rows
 from keepcover.errors import InputError
-from keepcover.methods import METHODS
-
-if TYPE_CHECKING:
-    from keepcover.prediction.predictor import Predictor
-    from keepcover.specs import Inputs
+from keepcover.methods import METHODS, get_method
 
 Saved = Annotated[Path, typer.Argument(help="What `keepcover calibrate` wrote.")]
 LevelAlpha = Annotated[float | None, typer.Option(help="One of the predictor's alphas; its first by default.")]
@@ -49,9 +50,13 @@ ESTIMATED = 200  # images whose sets give an estimate of the size
 def calibrate(
     model: ModelSpec,
     data: DataSpec,
-    sigma: Annotated[float, typer.Option(help="Standard deviation of the Gaussian noise, in the units of the inputs.")],
-    epsilon: Annotated[list[float], typer.Option(help="L2 radius of the attack, in those units; repeat for several.")],
+    epsilon: Annotated[
+        list[float], typer.Option(help="Radius of the attack, in the units of the inputs; repeat for several.")
+    ],
     save: Annotated[Path, typer.Option("--out", help="Where the predictor goes (safetensors).")],
+    sigma: MaybeSigma = None,
+    noise: NoiseSpec = None,
+    norm: NormName = None,
     weights: Weights = None,
     model_output: ModelOutput = "logits",
     data_dir: DataDir = None,
@@ -65,9 +70,12 @@ def calibrate(
     draws: Annotated[int, typer.Option(help="Model evaluations per query.")] = 16,
     calibration_draws: Annotated[
         int | None,
-        typer.Option(help="Model evaluations per calibration point, paid once; 64 for exact rules by default."),
+        typer.Option(
+            help="Model evaluations per calibration point, paid once; by default 64 for `auto` and `exact_asymmetric`, as "
+            "many as per query for others."
+        ),
     ] = None,
-    beta: Annotated[float, typer.Option(help="Monte Carlo budget of RSCP+.")] = 0.001,
+    beta: Annotated[float | None, typer.Option(help="Monte Carlo budget of RSCP+, 0.001 by default.")] = None,
     holdout: Annotated[
         int | None, typer.Option(help="Points set aside for tuning; a tenth, at most 500, by default.")
     ] = None,
@@ -95,8 +103,10 @@ def calibrate(
     import torch
 
     from keepcover.engine.fingerprint import identifier
+    from keepcover.engine.smoother import Smoother
     from keepcover.files import check_place
     from keepcover.prediction.calibration import calibrate as run
+    from keepcover.scores import PTT
     from keepcover.specs import MODELS, load_inputs, load_model
 
     start = time.monotonic()
@@ -109,43 +119,48 @@ def calibrate(
     outputs = classes or (len(names) if names else int(points.labels.max()) + 1 if len(points) else 0)
     network = load_model(model, weights, outputs, device, model_output)
     identifier(network, fingerprint)  # a model that could not be saved is not calibrated either
-    predictor = run(
+    given = {"beta": beta, "randomize": randomize or None, "transform": transform}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if transform is not None:
+        options["transform"] = PTT() if transform == "ptt" else None
+    smoother = Smoother(
         network,
-        (points.images, points.labels),
-        epsilon=epsilon,
-        sigma=sigma,
-        alpha=alpha or 0.1,
-        score=score,
-        method=method,
-        draws=draws,
-        calibration_draws=calibration_draws,
-        transform=transform,
-        beta=beta,
-        holdout=holdout,
-        randomize=randomize,
-        class_names=names,
-        seed=seed,
-        fingerprint=fingerprint,
+        some_noise(sigma, noise),
         batch_size=batch_size,
         device=device,
         autocast=getattr(torch, autocast) if autocast else None,
         channels_last=channels_last,
         compile=compile_,
     )
-    predictor.provenance.update(
-        model=_place(model), data=points.name if part is None else f"{points.name}, part {part}"
+    predictor = run(
+        smoother,
+        (points.images, points.labels),
+        epsilon=epsilon,
+        norm=norm,
+        alpha=alpha or 0.1,
+        score=score,
+        method=get_method(method, **options),
+        draws=draws,
+        calibration_draws=calibration_draws,
+        holdout=holdout,
+        class_names=names,
+        seed=seed,
+        fingerprint=fingerprint,
     )
-    sizes = _estimate(predictor, points)
+    where = points.name if part is None else f"{points.name}, part {part}"
+    predictor.provenance.update(model=Path(model).name, data=where)  # without the folders of this machine
     predictor.save(save)
+    # Sizes do not depend on labels, so calibration points will do to estimate them.
+    some = torch.randperm(len(points), generator=torch.Generator().manual_seed(0))[:ESTIMATED]
     levels = [
-        {"alpha": a, "epsilon": e, "guarantee": str(predictor.guarantee_for(a, e)), "estimated_size": size}
-        for (a, e), size in sizes.items()
+        {"alpha": a, "epsilon": e, "guarantee": str(sets.guarantee), "estimated_size": float(sets.size.double().mean())}
+        for (a, e), sets in predictor.predict_all(points.images[some]).items()
     ]
     if as_json:
         facts = {
             "predictor": str(save),
             "classes": predictor.classes,
-            "model_fingerprint": predictor.model_fingerprint,
+            "model_fingerprint": predictor.identity.fingerprint if predictor.identity else None,
             "holdout_size": predictor.holdout_size,
             "levels": levels,
             "seconds": round(time.monotonic() - start, 1),
@@ -157,30 +172,15 @@ def calibrate(
         size = f"{level['estimated_size']:.2f} of {predictor.classes} labels"
         out.print(f"estimated size  {size}, on {min(ESTIMATED, len(points))} of these inputs\n", highlight=False)
     out.print(f"predictor       {save}", highlight=False, soft_wrap=True)
-    given = f"--model {model}" + (f" --weights {weights}" if weights else "")
-    given += f" --model-output {model_output}" if model_output != "logits" else ""
-    given += f" --fingerprint {fingerprint}" if fingerprint else ""
+    same = f"--model {model}" + (f" --weights {weights}" if weights else "")
+    same += f" --model-output {model_output}" if model_output != "logits" else ""
+    same += f" --fingerprint {fingerprint}" if fingerprint else ""
     for command in (
-        f"predict {save} {given} --data NEW",
-        f"report {save} {given} --data LABELLED",
-        f"audit --predictor {save} {given} --data LABELLED",
+        f"predict {save} {same} --data NEW",
+        f"report {save} {same} --data LABELLED",
+        f"audit --predictor {save} {same} --data LABELLED",
     ):
         out.print(f"next            keepcover {command}", highlight=False, soft_wrap=True, markup=False)
-
-
-def _place(spec: str) -> str:
-    """A model's name, without the folders of this machine."""
-    return Path(spec).name
-
-
-def _estimate(predictor: Predictor, points: Inputs) -> dict[tuple[float, float], float]:
-    """Mean set size of every level on some of the data; sizes do not depend on labels, so calibration points will do."""
-    import torch
-
-    some = torch.randperm(len(points), generator=torch.Generator().manual_seed(0))[:ESTIMATED]
-    return {
-        level: float(sets.size.double().mean()) for level, sets in predictor.predict_all(points.images[some]).items()
-    }
 
 
 @app.command()
@@ -218,15 +218,18 @@ def predict(
     """
     from keepcover.files import check_place, write_file
     from keepcover.specs import load_inputs, load_predictor
-    from keepcover.tasks.set_rows import format_of, set_rows, write_rows
 
     if to is not None:
         check_place(to)
     rows_as = form or format_of(to)
     predictor = load_predictor(saved, model, weights, device, model_output, batch_size, fingerprint)
     inputs = load_inputs(data, data_dir, part)
-    sets = _sets(predictor, inputs, alpha, epsilon, nested, seed, early_exit)
-    index = inputs.rows.tolist()
+    if inputs.labels is not None:  # checked before the network runs
+        predictor.task.check_truth(inputs.labels, len(inputs))
+    sets = predictor.predict(
+        inputs.images, alpha=alpha, epsilon=epsilon, nested=nested, ids=inputs.rows, seed=seed, early_exit=early_exit
+    )
+    rows = [{"index": index, **row} for index, row in zip(inputs.rows.tolist(), sets.rows(), strict=True)]
     summary: dict[str, Any] = {
         "images": len(sets),
         "mean_size": float(sets.size.double().mean()),
@@ -244,38 +247,19 @@ def predict(
         summary["mean_draws"] = float(sets.draws_used.double().mean())
         lines.append(f"{summary['mean_draws']:.1f} of {predictor.draws} draws per input with early exit")
     if inputs.labels is not None:
-        coverage = sets.evaluate(inputs.labels).coverage
+        coverage = sets.measure(inputs.labels).coverage
         summary["coverage"] = coverage.__dict__
-        lines.append(f"coverage {coverage} on the labels in the data, attacked by nobody")
+        lines.append(f"coverage {coverage} on the labels in the data, unattacked")
     if to is not None:
-        write_file(to, write_rows(sets, rows_as, index).encode())
+        write_file(to, write_rows(rows, rows_as).encode())
         lines.append(f"rows     {to}")
     if as_json:
-        print_json(summary if to is not None else {**summary, "rows": list(set_rows(sets, index))})
+        print_json(summary if to is not None else {**summary, "rows": rows})
         return
     if to is None:
-        sys.stdout.write(write_rows(sets, rows_as, index))
+        sys.stdout.write(write_rows(rows, rows_as))
     for line in lines:
         (err if to is None else out).print(line, highlight=False, soft_wrap=True, markup=False)
-
-
-def _sets(
-    predictor: Predictor,
-    inputs: Inputs,
-    alpha: float | None,
-    epsilon: float | None,
-    nested: bool,
-    seed: int | None,
-    early_exit: bool = False,
-) -> Any:
-    """Labels are checked before the network runs."""
-    from keepcover.tasks.metrics import check_labels
-
-    if inputs.labels is not None:
-        check_labels(inputs.labels, len(inputs), predictor.classes)
-    return predictor.predict(
-        inputs.images, alpha=alpha, epsilon=epsilon, nested=nested, ids=inputs.rows, seed=seed, early_exit=early_exit
-    )
 
 
 @app.command()
@@ -302,17 +286,15 @@ def report(
     from keepcover.files import check_folder, check_place
     from keepcover.pages.predictor_page import predictor_page
     from keepcover.specs import load_inputs, load_predictor
-    from keepcover.store.key import data_fingerprint
-    from keepcover.tasks.metrics import check_labels
+    from keepcover.store import data_fingerprint
 
     check_place(to)
     if figures is not None:
         check_folder(figures)
     predictor = load_predictor(saved, model, weights, device, model_output, batch_size, fingerprint)
-    promise = predictor.guarantee_for(alpha, epsilon)
+    promise = predictor.at(alpha, epsilon).guarantee
     inputs = load_inputs(data, data_dir, part, labelled=True)
-    assert inputs.labels is not None
-    labels = check_labels(inputs.labels, len(inputs), predictor.classes)
+    labels = predictor.task.check_truth(inputs.labels, len(inputs))
     start = time.monotonic()
     every = predictor.predict_all(inputs.images, ids=inputs.rows, seed=seed)
     seconds = time.monotonic() - start
@@ -329,7 +311,7 @@ def report(
     page = predictor_page(
         predictor, every, inputs.images, labels, inputs.name, level=level, origin=origin, seconds=seconds
     ).write(to, figures)
-    measured = every[level].evaluate(labels)
+    measured = every[level].measure(labels)
     if as_json:
         print_json({"report": str(page), "guarantee": promise.to_dict(), "evaluation": measured.to_dict()})
         return
@@ -346,45 +328,51 @@ def show(saved: Saved, as_json: Json = False) -> None:
     """
     from keepcover.engine.fingerprint import fingerprint as file_digest
     from keepcover.engine.inputs import InputRange
-    from keepcover.prediction.artifact import promises, read
+    from keepcover.prediction.artifact import read, restore
 
-    manifest, tensors = read(saved)
-    levels = promises(saved, manifest, tensors)
+    manifest, _ = read(saved)
+    own_score = (
+        manifest["task"].get("score", {}).get("custom")
+    )  # code that is not in the file, so nothing is scored again
+    levels = [] if own_score else list(restore(saved).levels.values())
     if as_json:
         print_json({"file": str(saved), "sha256": file_digest(saved), **manifest})
         return
-    for entry in manifest["levels"]:
-        out.print(entry["guarantee"]["statement"], highlight=False, soft_wrap=True)
+    promises = [(entry["guarantee"], entry["threshold"]) for entry in manifest["levels"]]
+    for promise, _ in promises:
+        out.print(promise["statement"], highlight=False, soft_wrap=True)
     print_table(
         "",
-        ["method", "alpha", "epsilon", "sigma", "draws", "cal. draws", "score", "transform", "threshold", "sets"],
+        ["method", "alpha", "epsilon", "draws", "cal. draws", "score", "transform", "threshold", "sets"],
         [
             [
-                c.rule.name,
-                f"{a:g}",
-                f"{e:g}",
-                f"{c.rule.setting.sigma:g}",
-                str(c.rule.test_draws),
-                str(c.rule.calibration_draws),
-                manifest["score"]["name"],
-                c.transform,
-                f"{c.threshold:.6g}",
-                "always full" if c.rule.always_full(c.threshold) else "ready",
+                promise["method"],
+                f"{promise['alpha']:g}",
+                f"{promise['epsilon']:g}",
+                promise["draws"],
+                promise["calibration_draws"],
+                promise["score"],
+                promise["transform"],
+                ", ".join(f"{float(value):.6g}" for value in threshold[:3]) + (", ..." if len(threshold) > 3 else ""),
+                "not checked" if own_score else "always full" if levels[at].full else "ready",
             ]
-            for (a, e), c in levels.items()
+            for at, (promise, threshold) in enumerate(promises)
         ],
     )
     out.print("It rests on:", highlight=False)
-    for assumption in manifest["levels"][0]["guarantee"]["assumptions"]:
+    for assumption in promises[0][0]["assumptions"]:
         out.print(f"  {assumption}", highlight=False, soft_wrap=True)
-    names, seen = manifest["class_names"], manifest["inputs"]
-    more = ", ..." if names and len(names) > 20 else ""
+    task, seen, model = manifest["task"], manifest["inputs"], manifest["model"]
+    names = task.get("class_names") or []
     known = {
-        "classes": f"{manifest['classes']}" + (f": {', '.join(names[:20])}" if names else "") + more,
-        "inputs": str(InputRange.from_dict(seen)),
-        "calibration": f"{len(tensors['calibration'])} points, holdout {manifest['holdout_size']}",
+        "task": task["name"],
+        "classes": f"{task.get('classes')}: {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}".removesuffix(
+            ": "
+        ),
+        "inputs": "unknown" if seen is None else InputRange.from_dict(seen),
+        "calibration": f"{manifest['points']} points, holdout {manifest['holdout_size']}",
         "numerics": ", ".join(f"{key} {value}" for key, value in manifest["numerics"].items()),
-        "fingerprint": manifest["model_fingerprint"],
+        "fingerprint": "no model: calibrated on noisy outputs" if model is None else model["fingerprint"],
         **manifest["provenance"],
         "file": f"{saved}, format {manifest['format']}, SHA-256 {file_digest(saved)}",
     }

@@ -13,14 +13,16 @@ from keepcover.cli.console import (
     DataSpec,
     Device,
     Json,
+    MaybeSigma,
     ModelSpec,
+    NoiseSpec,
     Seed,
-    Sigma,
     Weights,
     app,
     err,
     out,
     print_json,
+    some_noise,
 )
 
 if TYPE_CHECKING:
@@ -38,8 +40,9 @@ EngineName = Literal["local", "ray"]
 def smooth(
     model: ModelSpec,
     data: DataSpec,
-    sigma: Sigma,
     root: Annotated[Path, typer.Option("--out", help="Folder of stores; this one gets its own folder there.")],
+    sigma: MaybeSigma = None,
+    noise: NoiseSpec = None,
     weights: Weights = None,
     data_dir: DataDir = None,
     draws: Annotated[int, typer.Option(help="Noisy copies per image; more can be added later.")] = 256,
@@ -72,7 +75,7 @@ def smooth(
     """Run a model under noise once and keep its logits on disk, for `keepcover evaluate` and everything else.
 
     Stop it whenever you like, and run it again: it goes on with the first chunk that is missing or damaged. More draws
-    extend the store. Another model, sigma, seed, data or numerics get a store of their own. `--engine ray` shares the
+    extend the store. Another model, noise, seed, data or numerics get a store of their own. `--engine ray` shares the
     work among several GPUs or machines; the store is the same.
     """
     from dataclasses import replace
@@ -99,7 +102,7 @@ def smooth(
     here = device if cluster is None else None  # the machine that deals out the work may lack what workers have
     smoother = Smoother(
         load_model(model, weights, len(labelled.class_names), here),
-        sigma,
+        some_noise(sigma, noise),
         batch_size=batch_size,
         device=here,
         autocast=None if autocast is None else getattr(torch, autocast),
@@ -160,7 +163,7 @@ def smooth(
             lines.append(f"engine   Ray, {_count(more['workers'], 'worker')}{lost if more['lost_workers'] else ''}")
     else:
         lines.append(f"done     nothing to do: all of it was there, and every checksum matches ({done.seconds:.1f} s)")
-    lines.append(f"next     keepcover evaluate {store.folder} --sigma {sigma:g} --epsilon {sigma / 2:g}")
+    lines.append(f"next     keepcover evaluate {store.folder} --epsilon EPSILON")
     out.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
 
 

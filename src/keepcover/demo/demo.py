@@ -16,7 +16,17 @@ from keepcover.data import Labelled, digits
 from keepcover.engine.memory import RememberingSmoother
 from keepcover.errors import KeepcoverWarning
 from keepcover.methods import (
-    CAS, RCP1, RSCP, Auto, BinCP, Exact, ExactAsymmetric, Method, RSCPPlus, SmoothedCP, SplitCP,
+    CAS,
+    RCP1,
+    RSCP,
+    Auto,
+    BinCP,
+    Exact,
+    ExactAsymmetric,
+    Method,
+    RSCPPlus,
+    SmoothedCP,
+    SplitCP,
 )
 from keepcover.models import SmallCNN
 from keepcover.noise import Stream
