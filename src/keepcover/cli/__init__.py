@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except InputError as error:
-        err.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        err.print(f"error: {error}", style="red")
         return 2
     except typer.Exit as stop:
         return stop.exit_code
@@ -78,5 +78,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if message is None:
             raise
         if message():  # a usage error of the command line itself; without a message it has shown its help
-            err.print(f"error: {message()}", style="red", highlight=False, markup=False, soft_wrap=True)
+            err.print(f"error: {message()}", style="red")
         return 2

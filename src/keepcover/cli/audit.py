@@ -10,33 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from keepcover.cli.console import (
-    Alpha,
-    DataDir,
-    DataSpec,
-    Device,
-    Epsilon,
-    Figures,
-    Fingerprint,
-    Json,
-    MaybeSigma,
-    ModelOutput,
-    ModelSpec,
-    NoiseSpec,
-    NormName,
-    Part,
-    ScoreName,
-    Seed,
-    Weights,
-    app,
-    asked_noise,
-    command_line,
-    err,
-    out,
-    print_json,
-    print_table,
-    told,
-)
+from keepcover.cli import console as ui
 from keepcover.errors import InputError
 
 if TYPE_CHECKING:
@@ -45,25 +19,25 @@ if TYPE_CHECKING:
     from keepcover.noise import Noise
 
 
-@app.command()
+@ui.app.command()
 def audit(
     context: typer.Context,
-    model: ModelSpec = "small-cnn",
-    weights: Weights = None,
-    model_output: ModelOutput = "logits",
-    data: DataSpec = "digits",
-    data_dir: DataDir = None,
-    part: Part = None,
+    model: ui.ModelSpec = "small-cnn",
+    weights: ui.Weights = None,
+    model_output: ui.ModelOutput = "logits",
+    data: ui.DataSpec = "digits",
+    data_dir: ui.DataDir = None,
+    part: ui.Part = None,
     predictor: Annotated[
         Path | None, typer.Option(help="Audit this saved predictor on the data, instead of calibrating.")
     ] = None,
-    sigma: MaybeSigma = None,
-    noise: NoiseSpec = None,
-    norm: NormName = None,
-    epsilon: Epsilon = 0.5,
-    alpha: Alpha = 0.1,
+    sigma: ui.MaybeSigma = None,
+    noise: ui.NoiseSpec = None,
+    norm: ui.NormName = None,
+    epsilon: ui.Epsilon = 0.5,
+    alpha: ui.Alpha = 0.1,
     method: Annotated[list[str] | None, typer.Option(help="Methods to calibrate and attack side by side.")] = None,
-    score: Annotated[ScoreName, typer.Option(help="Non-conformity score.")] = "hps",
+    score: Annotated[ui.ScoreName, typer.Option(help="Non-conformity score.")] = "hps",
     draws: Annotated[int, typer.Option(help="Draws per query of the exact certificates.")] = 16,
     mean_draws: Annotated[int, typer.Option(help="Draws per query of methods that average scores.")] = 256,
     images: Annotated[int, typer.Option(help="Test images to attack.")] = 250,
@@ -75,7 +49,7 @@ def audit(
     restarts: Annotated[int, typer.Option(help="Attack restarts; all but the first start at random.")] = 1,
     clip: Annotated[bool, typer.Option(help="Keep attacked pixels in [0, 1].")] = False,
     folder: Annotated[Path | None, typer.Option("--out", help="Write an HTML report and JSON there.")] = None,
-    figures: Figures = None,
+    figures: ui.Figures = None,
     attack: Annotated[
         list[str] | None,
         typer.Option(
@@ -88,10 +62,10 @@ def audit(
     surrogate_weights: Annotated[
         Path | None, typer.Option(help="Its checkpoint, where it is a built-in model.")
     ] = None,
-    fingerprint: Fingerprint = None,
-    device: Device = None,
-    seed: Seed = 0,
-    as_json: Json = False,
+    fingerprint: ui.Fingerprint = None,
+    device: ui.Device = None,
+    seed: ui.Seed = 0,
+    as_json: ui.Json = False,
 ) -> None:
     """Attack predictors and compare what they promise with what is observed.
 
@@ -105,6 +79,7 @@ def audit(
     from keepcover.evaluation.manifest import manifest
     from keepcover.files import check_folder, write_file
     from keepcover.pages.audit_page import audit_page
+    from keepcover.pages.sections import audit_section
     from keepcover.specs import load_data, load_model, load_predictor, take_part
 
     start = time.monotonic()
@@ -114,10 +89,10 @@ def audit(
         check_folder(folder, "audit.html", "audit.json")
     if figures is not None:
         check_folder(figures)
-    added = asked_noise(0.5 if sigma is None and noise is None else sigma, noise)
+    added = ui.asked_noise(0.5 if sigma is None and noise is None else sigma, noise)
     assert added is not None
-    with err.status("starting") as status:
-        say = told(status)
+    with ui.err.status("starting") as status:
+        say = ui.told(status)
         points = take_part(load_data(data, data_dir), part)
         if predictor is not None:
             loaded = load_predictor(predictor, model, weights, device, model_output, fingerprint=fingerprint)
@@ -165,32 +140,24 @@ def audit(
         }
         page = audit_page(result, about, origin=facts).write(folder / "audit.html", figures)
         config = {key: value.name if isinstance(value, Path) else value for key, value in context.params.items()}
-        written = {**result.to_dict(), "manifest": manifest(command_line(), {**config, "noise": added.spec}, seconds)}
+        written = {
+            **result.to_dict(),
+            "manifest": manifest(ui.command_line(), {**config, "noise": added.spec}, seconds),
+        }
         write_file(folder / "audit.json", json.dumps(written, indent=1).encode())
     if as_json:
-        print_json({**result.to_dict(), "report": str(page) if page else None})
+        ui.print_json({**result.to_dict(), "report": str(page) if page else None})
         return
-    print_table(
+    table = audit_section(result).table
+    assert table is not None
+    ui.print_table(
         f"Audit: alpha {result.rows[0].alpha:g}, epsilon {result.rows[0].epsilon:g}, {len(result.images)} images",
-        ["predictor", "certified", "draws", "attack", "radius", "coverage", "size", "p-value", "verdict"],
-        [
-            [
-                row.name,
-                "yes" if row.certified else "no",
-                row.draws,
-                row.attack,
-                f"{row.radius:g}",
-                f"{row.coverage['mean']:.3f} [{row.coverage['low']:.3f}, {row.coverage['high']:.3f}]",
-                f"{row.size:.2f}",
-                f"{row.p_value:.2g}",
-                row.verdict,
-            ]
-            for row in result.rows
-        ],
+        table.head,
+        [[cell.text for cell in row] for row in table.rows],
         "p-value: chance of covering this few or fewer if the promise held, calibration luck included; violated below 0.001",
     )
     if page:
-        out.print(f"report  {page}", highlight=False, soft_wrap=True)
+        ui.out.print(f"report  {page}")
 
 
 def _trained(

@@ -37,7 +37,7 @@ class Plain(Console):
     """A console that shows text as it is: names out of a file cannot move the cursor, and brackets are no markup."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, emoji=False, **options)
+        super().__init__(markup=False, emoji=False, highlight=False, soft_wrap=True, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for text, style, control in super().render(renderable, options):
@@ -178,6 +178,6 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]], 
         table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(str, row))
-    out.print(table)
+    out.print(table, soft_wrap=False)
     if caption:
-        out.print(caption, style="dim", highlight=False)
+        out.print(caption, style="dim")

@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from keepcover.cli.console import Figures, Json, Seed, app, err, out, print_json, print_table, told
+from keepcover.cli import console as ui
 
 
-@app.command()
+@ui.app.command()
 def demo(
     folder: Annotated[Path, typer.Option("--out", help="Where the report goes.")] = Path("demo"),
-    figures: Figures = None,
-    seed: Seed = 0,
-    as_json: Json = False,
+    figures: ui.Figures = None,
+    seed: ui.Seed = 0,
+    as_json: ui.Json = False,
 ) -> None:
     """Train, calibrate every method and attack them all on handwritten digits (about a minute, no download).
 
@@ -28,11 +28,11 @@ def demo(
     check_folder(folder, "report.html", "results.json", "predictor.safetensors")
     if figures is not None:
         check_folder(figures)
-    with err.status("starting") as status:
-        result = run_demo(seed, say=told(status))
+    with ui.err.status("starting") as status:
+        result = run_demo(seed, say=ui.told(status))
     page = write_report(result, folder, figures)
     if as_json:
-        print_json({**result.to_dict(), "report": str(page)})
+        ui.print_json({**result.to_dict(), "report": str(page)})
         return
     best = result.predictors["exact, 16 draws"]
     rows = [
@@ -48,11 +48,11 @@ def demo(
         ]
         for row in result.rows()
     ]
-    print_table(
+    ui.print_table(
         f"Digits: 90 % coverage, {best.noise}, attacked within {best.guarantee.threat.reach}",
         ["method", "certified", "draws", "coverage", "size", "attacked coverage", "attacked size", "verdict"],
         rows,
         f"alpha {ALPHA:g}; 500 calibration, 500 test points, {ATTACKED} of them attacked; one split, seed {seed}; {result.seconds:.0f} s",
     )
-    out.print(f"\n{best.guarantee}\n", highlight=False)
-    out.print(f"report     {page}\npredictor  {folder / 'predictor.safetensors'}", highlight=False, soft_wrap=True)
+    ui.out.print(f"\n{best.guarantee}\n")
+    ui.out.print(f"report     {page}\npredictor  {folder / 'predictor.safetensors'}")

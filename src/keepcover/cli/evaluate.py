@@ -9,61 +9,41 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from keepcover.cli.console import (
-    Alpha,
-    ClassNames,
-    Epsilon,
-    Figures,
-    Json,
-    NoiseSpec,
-    NormName,
-    ScoreName,
-    Seed,
-    TransformName,
-    app,
-    asked_noise,
-    command_line,
-    err,
-    out,
-    print_json,
-    print_table,
-    read_names,
-    read_shape,
-)
+from keepcover.cli import console as ui
 from keepcover.errors import InputError
 from keepcover.methods import METHODS, get_method
 
 
-@app.command()
+@ui.app.command()
 def evaluate(
     logits: Annotated[
         Path, typer.Argument(help="safetensors or npz with `logits` [n, N, K] and `labels` [n], or a store's folder.")
     ],
-    epsilon: Epsilon,
+    epsilon: ui.Epsilon,
     sigma: Annotated[
         float | None, typer.Option(help="Standard deviation of Gaussian noise; a store knows its own noise.")
     ] = None,
-    noise: NoiseSpec = None,
-    norm: NormName = None,
+    noise: ui.NoiseSpec = None,
+    norm: ui.NormName = None,
     shape: Annotated[str | None, typer.Option(help="Shape of an input, for norms that need it: `3x32x32`.")] = None,
-    alpha: Alpha = 0.1,
+    alpha: ui.Alpha = 0.1,
     beta: Annotated[float | None, typer.Option(help="Monte Carlo budget of RSCP+, 0.001 by default.")] = None,
-    score: Annotated[ScoreName, typer.Option(help="Non-conformity score.")] = "hps",
+    score: Annotated[ui.ScoreName, typer.Option(help="Non-conformity score.")] = "hps",
     method: Annotated[list[str] | None, typer.Option(help=f"One or several of {', '.join(METHODS)}, or all.")] = None,
     transform: Annotated[
-        TransformName, typer.Option(help="PTT cannot help methods that only compare scores.")
+        ui.TransformName, typer.Option(help="PTT cannot help methods that only compare scores.")
     ] = "both",
     draws: Annotated[int | None, typer.Option(help="Use the first N draws; all by default.")] = None,
     calibration_draws: Annotated[int | None, typer.Option(help="Draws of calibration points, if different.")] = None,
     splits: Annotated[int, typer.Option(help="Random calibration/test halves.")] = 50,
     holdout: Annotated[int, typer.Option(help="Points set aside for tuning and PTT.")] = 500,
     redraw_holdout: Annotated[bool, typer.Option("--redraw-holdout", help="A new holdout for every split.")] = False,
-    seed: Seed = 0,
+    seed: ui.Seed = 0,
     save: Annotated[Path | None, typer.Option("--out", help="Also write rows and manifest to this JSON file.")] = None,
     report: Annotated[Path | None, typer.Option(help="Also write a self-contained HTML page to this file.")] = None,
-    figures: Figures = None,
-    class_names: ClassNames = None,
-    as_json: Json = False,
+    figures: ui.Figures = None,
+    class_names: ui.ClassNames = None,
+    as_json: ui.Json = False,
 ) -> None:
     """Any methods on precomputed noisy logits, over random splits. No network needed, so any framework will do.
 
@@ -86,7 +66,7 @@ def evaluate(
         check_folder(save.parent, save.name)
     if figures is not None:
         check_folder(figures)
-    names, added = read_names(class_names), asked_noise(sigma, noise)
+    names, added = ui.read_names(class_names), ui.asked_noise(sigma, noise)
     chosen = [get_method(name) for name in (METHODS if method is None or "all" in method else method)]
     if beta is not None:
         chosen = [get_method(one, beta=beta) if "beta" in one.options() else one for one in chosen]
@@ -97,13 +77,13 @@ def evaluate(
     else:
         outputs, truth = read_arrays(logits, "logits", "labels")
     source = source_of(outputs, truth, added)
-    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
+    with Progress(console=ui.err, transient=True, disable=not ui.err.is_terminal) as progress:
         task = progress.add_task("evaluating", total=None)
         rows = run(
             source,
             epsilon=epsilon,
             norm=norm,
-            shape=read_shape(shape),
+            shape=ui.read_shape(shape),
             alpha=alpha,
             methods=chosen,
             transforms=("none", "ptt") if transform == "both" else (transform,),
@@ -118,18 +98,20 @@ def evaluate(
         )
     if save:
         config = {"logits": logits.name, "images": source.points, "splits": splits, "holdout": holdout, "seed": seed}
-        write_results(save, [row.to_dict() for row in rows], manifest(command_line(), config, time.monotonic() - start))
+        write_results(
+            save, [row.to_dict() for row in rows], manifest(ui.command_line(), config, time.monotonic() - start)
+        )
     kept = "redrawn per split" if redraw_holdout else "the same in every split"
     if report:
         from keepcover.pages.evaluation_page import evaluation_page
 
         how = f"seed {seed}: {holdout} holdout points, {kept}, random halves of the rest to calibrate and to look at"
-        origin = {**_origin(logits), "splits and seed": how, "command": command_line()}
-        with err.status("writing the page"):
+        origin = {**_origin(logits), "splits and seed": how, "command": ui.command_line()}
+        with ui.err.status("writing the page"):
             page = evaluation_page(rows, logits.name, images=source.points, class_names=names, origin=origin)
             page.write(report, figures)
     if as_json:
-        print_json({"rows": [row.to_dict() for row in rows], **({"report": str(report)} if report else {})})
+        ui.print_json({"rows": [row.to_dict() for row in rows], **({"report": str(report)} if report else {})})
         return
     body: list[list[Any]] = [
         [
@@ -144,14 +126,14 @@ def evaluate(
         ]
         for row in rows
     ]
-    print_table(
+    ui.print_table(
         f"{logits.name}: alpha {alpha:g}, epsilon {epsilon:g}, {source.noise}, score {score}",
         ["method", "transform", "certified", "draws", "cal. draws", "size", "coverage, clean", "trivial splits"],
         body,
         f"mean ± standard deviation over {splits} splits, seed {seed}, holdout {holdout}, {kept}",
     )
     if report:
-        out.print(f"report  {report}", highlight=False, soft_wrap=True)
+        ui.out.print(f"report  {report}")
 
 
 def _origin(path: Path) -> dict[str, str]:

@@ -7,40 +7,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from keepcover.cli.console import (
-    Alpha,
-    Epsilon,
-    Json,
-    MaybeSigma,
-    NoiseSpec,
-    NormName,
-    app,
-    err,
-    out,
-    print_json,
-    print_table,
-    read_shape,
-    some_noise,
-)
+from keepcover.cli import console as ui
 
 if TYPE_CHECKING:
     from keepcover.methods import Holdout
 
 
-@app.command()
+@ui.app.command()
 def plan(
-    epsilon: Epsilon,
-    sigma: MaybeSigma = None,
-    noise: NoiseSpec = None,
-    norm: NormName = None,
+    epsilon: ui.Epsilon,
+    sigma: ui.MaybeSigma = None,
+    noise: ui.NoiseSpec = None,
+    norm: ui.NormName = None,
     shape: Annotated[str | None, typer.Option(help="Shape of an input, for norms that need it: `3x32x32`.")] = None,
-    alpha: Alpha = 0.1,
+    alpha: ui.Alpha = 0.1,
     draws: Annotated[int, typer.Option(help="Model evaluations per query.")] = 16,
     calibration_draws: Annotated[int, typer.Option(help="Model evaluations per calibration point, paid once.")] = 64,
     n: Annotated[int, typer.Option(help="Calibration points.")] = 4750,
     beta: Annotated[float, typer.Option(help="Monte Carlo budget of RSCP+.")] = 0.001,
     holdout: Annotated[Path | None, typer.Option(help="Noisy logits of your own holdout: a file or a store.")] = None,
-    as_json: Json = False,
+    as_json: ui.Json = False,
 ) -> None:
     """What N draws per query buy: the best exact rules beside what RSCP+ pays. Needs no data.
 
@@ -49,9 +35,9 @@ def plan(
     from keepcover.evaluation.plan import make_plan
     from keepcover.noise import Threat
 
-    threat = Threat(some_noise(sigma, noise), epsilon, norm, read_shape(shape))
+    threat = Threat(ui.some_noise(sigma, noise), epsilon, norm, ui.read_shape(shape))
     own = None if holdout is None else _holdout(holdout)
-    with err.status("solving"):
+    with ui.err.status("solving"):
         plans = make_plan(
             alpha,
             epsilon,
@@ -66,13 +52,13 @@ def plan(
         )
     if as_json:
         request = {"alpha": alpha, **threat.config(), "draws": draws, "n": n, "beta": beta}
-        print_json({**request, "plans": [p.to_dict() for p in plans]})
+        ui.print_json({**request, "plans": [p.to_dict() for p in plans]})
         return
 
     def cell(value: float | None, form: str = "d") -> str:
         return "-" if value is None else format(value, form)
 
-    print_table(
+    ui.print_table(
         f"alpha {alpha:g}, {threat.reach}, {threat.noise}: {draws} draw{'s' if draws != 1 else ''} per query",
         ["certificate", "draws", "cal. draws", "c", "kappa", "level alpha'", "size (est.)"],
         [
@@ -89,11 +75,9 @@ def plan(
         ],
     )
     for p in plans:
-        out.print(f"{p.method} ({p.draws}/{p.calibration_draws}): {p.rule}", highlight=False)
+        ui.out.print(f"{p.method} ({p.draws}/{p.calibration_draws}): {p.rule}")
     where = "your holdout" if holdout else "a reference population (see --help)"
-    out.print(
-        f"\nalpha' near alpha: robustness nearly free. Sizes are estimates on {where}.", style="dim", highlight=False
-    )
+    ui.out.print(f"\nalpha' near alpha: robustness nearly free. Sizes are estimates on {where}.", style="dim")
 
 
 def _holdout(path: Path) -> Holdout:

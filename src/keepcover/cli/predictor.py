@@ -9,32 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from keepcover.cli.console import (
-    ClassNames,
-    DataDir,
-    DataSpec,
-    Device,
-    Figures,
-    Fingerprint,
-    Json,
-    MaybeSigma,
-    ModelOutput,
-    ModelSpec,
-    NoiseSpec,
-    NormName,
-    Part,
-    ScoreName,
-    Secret,
-    Weights,
-    app,
-    command_line,
-    err,
-    out,
-    print_json,
-    print_table,
-    read_names,
-    some_noise,
-)
+from keepcover.cli import console as ui
 from keepcover.cli.rows import format_of, write_rows
 from keepcover.errors import InputError
 from keepcover.methods import METHODS, get_method
@@ -46,24 +21,24 @@ BatchSize = Annotated[int | None, typer.Option(help="Noisy images per forward pa
 ESTIMATED = 200  # images whose sets give an estimate of the size
 
 
-@app.command()
+@ui.app.command()
 def calibrate(
-    model: ModelSpec,
-    data: DataSpec,
+    model: ui.ModelSpec,
+    data: ui.DataSpec,
     epsilon: Annotated[
         list[float], typer.Option(help="Radius of the attack, in the units of the inputs; repeat for several.")
     ],
     save: Annotated[Path, typer.Option("--out", help="Where the predictor goes (safetensors).")],
-    sigma: MaybeSigma = None,
-    noise: NoiseSpec = None,
-    norm: NormName = None,
-    weights: Weights = None,
-    model_output: ModelOutput = "logits",
-    data_dir: DataDir = None,
-    part: Part = None,
+    sigma: ui.MaybeSigma = None,
+    noise: ui.NoiseSpec = None,
+    norm: ui.NormName = None,
+    weights: ui.Weights = None,
+    model_output: ui.ModelOutput = "logits",
+    data_dir: ui.DataDir = None,
+    part: ui.Part = None,
     alpha: Annotated[list[float] | None, typer.Option(help="Miscoverage, 0.1 by default; repeat for several.")] = None,
     method: Annotated[str, typer.Option(help=f"`auto` or one of {', '.join(METHODS)}.")] = "auto",
-    score: Annotated[ScoreName, typer.Option(help="Non-conformity score.")] = "hps",
+    score: Annotated[ui.ScoreName, typer.Option(help="Non-conformity score.")] = "hps",
     transform: Annotated[
         Literal["none", "ptt"] | None, typer.Option(help="PTT by default for methods that average scores.")
     ] = None,
@@ -83,17 +58,17 @@ def calibrate(
     classes: Annotated[
         int | None, typer.Option(help="Outputs of a built-in model; as many as the data have by default.")
     ] = None,
-    class_names: ClassNames = None,
-    fingerprint: Fingerprint = None,
+    class_names: ui.ClassNames = None,
+    fingerprint: ui.Fingerprint = None,
     batch_size: BatchSize = None,
-    device: Device = None,
+    device: ui.Device = None,
     autocast: Annotated[
         Literal["bfloat16", "float16"] | None, typer.Option(help="Mixed precision; the predictor remembers it.")
     ] = None,
     channels_last: Annotated[bool, typer.Option("--channels-last", help="Memory format of the images.")] = False,
     compile_: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
-    seed: Secret = None,
-    as_json: Json = False,
+    seed: ui.Secret = None,
+    as_json: ui.Json = False,
 ) -> None:
     """Calibrate a model of your own on labelled data and save the predictor.
 
@@ -113,7 +88,7 @@ def calibrate(
     check_place(save)
     points = load_inputs(data, data_dir, part, labelled=True)
     assert points.labels is not None
-    names = read_names(class_names) or points.class_names
+    names = ui.read_names(class_names) or points.class_names
     if model in MODELS and weights is None:
         raise InputError(f"{model} needs --weights FILE: a network that was not trained has nothing to calibrate")
     outputs = classes or (len(names) if names else int(points.labels.max()) + 1 if len(points) else 0)
@@ -125,7 +100,7 @@ def calibrate(
         options["transform"] = PTT() if transform == "ptt" else None
     smoother = Smoother(
         network,
-        some_noise(sigma, noise),
+        ui.some_noise(sigma, noise),
         batch_size=batch_size,
         device=device,
         autocast=getattr(torch, autocast) if autocast else None,
@@ -165,13 +140,13 @@ def calibrate(
             "levels": levels,
             "seconds": round(time.monotonic() - start, 1),
         }
-        print_json(facts)
+        ui.print_json(facts)
         return
     for level in levels:
-        out.print(level["guarantee"], highlight=False, soft_wrap=True)
+        ui.out.print(level["guarantee"])
         size = f"{level['estimated_size']:.2f} of {predictor.classes} labels"
-        out.print(f"estimated size  {size}, on {min(ESTIMATED, len(points))} of these inputs\n", highlight=False)
-    out.print(f"predictor       {save}", highlight=False, soft_wrap=True)
+        ui.out.print(f"estimated size  {size}, on {min(ESTIMATED, len(points))} of these inputs\n")
+    ui.out.print(f"predictor       {save}")
     same = f"--model {model}" + (f" --weights {weights}" if weights else "")
     same += f" --model-output {model_output}" if model_output != "logits" else ""
     same += f" --fingerprint {fingerprint}" if fingerprint else ""
@@ -180,20 +155,20 @@ def calibrate(
         f"report {save} {same} --data LABELLED",
         f"audit --predictor {save} {same} --data LABELLED",
     ):
-        out.print(f"next            keepcover {command}", highlight=False, soft_wrap=True, markup=False)
+        ui.out.print(f"next            keepcover {command}")
 
 
-@app.command()
+@ui.app.command()
 def predict(
     saved: Saved,
-    model: ModelSpec,
+    model: ui.ModelSpec,
     data: Annotated[
         str, typer.Option(help="A built-in dataset, or a .npz or .safetensors file with `images`; labels are optional.")
     ],
-    weights: Weights = None,
-    model_output: ModelOutput = "logits",
-    data_dir: DataDir = None,
-    part: Part = None,
+    weights: ui.Weights = None,
+    model_output: ui.ModelOutput = "logits",
+    data_dir: ui.DataDir = None,
+    part: ui.Part = None,
     alpha: LevelAlpha = None,
     epsilon: LevelEpsilon = None,
     nested: Annotated[bool, typer.Option("--nested", help="Unite with the sets of all smaller epsilons.")] = False,
@@ -205,11 +180,11 @@ def predict(
         Literal["jsonl", "csv"] | None,
         typer.Option("--format", help="By the ending of the file: .jsonl or .csv; jsonl on the screen."),
     ] = None,
-    fingerprint: Fingerprint = None,
-    device: Device = None,
+    fingerprint: ui.Fingerprint = None,
+    device: ui.Device = None,
     batch_size: BatchSize = None,
-    seed: Secret = None,
-    as_json: Json = False,
+    seed: ui.Secret = None,
+    as_json: ui.Json = False,
 ) -> None:
     """Prediction sets for new data: one row per input with index, labels, size and whether the set is trivial.
 
@@ -254,32 +229,32 @@ def predict(
         write_file(to, write_rows(rows, rows_as).encode())
         lines.append(f"rows     {to}")
     if as_json:
-        print_json(summary if to is not None else {**summary, "rows": rows})
+        ui.print_json(summary if to is not None else {**summary, "rows": rows})
         return
     if to is None:
         sys.stdout.write(write_rows(rows, rows_as))
     for line in lines:
-        (err if to is None else out).print(line, highlight=False, soft_wrap=True, markup=False)
+        (ui.err if to is None else ui.out).print(line)
 
 
-@app.command()
+@ui.app.command()
 def report(
     saved: Saved,
-    model: ModelSpec,
-    data: DataSpec,
-    weights: Weights = None,
-    model_output: ModelOutput = "logits",
-    data_dir: DataDir = None,
-    part: Part = None,
+    model: ui.ModelSpec,
+    data: ui.DataSpec,
+    weights: ui.Weights = None,
+    model_output: ui.ModelOutput = "logits",
+    data_dir: ui.DataDir = None,
+    part: ui.Part = None,
     alpha: LevelAlpha = None,
     epsilon: LevelEpsilon = None,
     to: Annotated[Path, typer.Option("--out", help="The page.")] = Path("report.html"),
-    figures: Figures = None,
-    fingerprint: Fingerprint = None,
-    device: Device = None,
+    figures: ui.Figures = None,
+    fingerprint: ui.Fingerprint = None,
+    device: ui.Device = None,
     batch_size: BatchSize = None,
-    seed: Secret = None,
-    as_json: Json = False,
+    seed: ui.Secret = None,
+    as_json: ui.Json = False,
 ) -> None:
     """One self-contained page on a saved predictor and labelled data: promise, curves, sizes, classes, examples, cost, origin."""
     from keepcover.engine.fingerprint import fingerprint as file_digest
@@ -305,7 +280,7 @@ def report(
         "noise": "fresh from the operating system"
         if seed is None
         else f"seed {seed}: for experiments, it can be guessed",
-        "command": command_line(),
+        "command": ui.command_line(),
     }
     level = promise.alpha, promise.epsilon
     page = predictor_page(
@@ -313,15 +288,15 @@ def report(
     ).write(to, figures)
     measured = every[level].measure(labels)
     if as_json:
-        print_json({"report": str(page), "guarantee": promise.to_dict(), "evaluation": measured.to_dict()})
+        ui.print_json({"report": str(page), "guarantee": promise.to_dict(), "evaluation": measured.to_dict()})
         return
-    out.print(str(promise), highlight=False, soft_wrap=True)
-    out.print(str(measured), highlight=False)
-    out.print(f"report  {page}", highlight=False, soft_wrap=True)
+    ui.out.print(str(promise))
+    ui.out.print(str(measured))
+    ui.out.print(f"report  {page}")
 
 
-@app.command()
-def show(saved: Saved, as_json: Json = False) -> None:
+@ui.app.command()
+def show(saved: Saved, as_json: ui.Json = False) -> None:
     """What a saved predictor promises and where it comes from; refuses a file that does not match its checksums.
 
     Needs no model: every threshold is computed again from the scores in the file.
@@ -336,12 +311,12 @@ def show(saved: Saved, as_json: Json = False) -> None:
     )  # code that is not in the file, so nothing is scored again
     levels = [] if own_score else list(restore(saved).levels.values())
     if as_json:
-        print_json({"file": str(saved), "sha256": file_digest(saved), **manifest})
+        ui.print_json({"file": str(saved), "sha256": file_digest(saved), **manifest})
         return
     promises = [(entry["guarantee"], entry["threshold"]) for entry in manifest["levels"]]
     for promise, _ in promises:
-        out.print(promise["statement"], highlight=False, soft_wrap=True)
-    print_table(
+        ui.out.print(promise["statement"])
+    ui.print_table(
         "",
         ["method", "alpha", "epsilon", "draws", "cal. draws", "score", "transform", "threshold", "sets"],
         [
@@ -359,9 +334,9 @@ def show(saved: Saved, as_json: Json = False) -> None:
             for at, (promise, threshold) in enumerate(promises)
         ],
     )
-    out.print("It rests on:", highlight=False)
+    ui.out.print("It rests on:")
     for assumption in promises[0][0]["assumptions"]:
-        out.print(f"  {assumption}", highlight=False, soft_wrap=True)
+        ui.out.print(f"  {assumption}")
     task, seen, model = manifest["task"], manifest["inputs"], manifest["model"]
     names = task.get("class_names") or []
     known = {
@@ -376,6 +351,6 @@ def show(saved: Saved, as_json: Json = False) -> None:
         **manifest["provenance"],
         "file": f"{saved}, format {manifest['format']}, SHA-256 {file_digest(saved)}",
     }
-    out.print("")
+    ui.out.print("")
     for key, value in known.items():
-        out.print(f"{key:<12} {value}", highlight=False, soft_wrap=True, markup=False)
+        ui.out.print(f"{key:<12} {value}")

@@ -8,22 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from keepcover.cli.console import (
-    DataDir,
-    DataSpec,
-    Device,
-    Json,
-    MaybeSigma,
-    ModelSpec,
-    NoiseSpec,
-    Seed,
-    Weights,
-    app,
-    err,
-    out,
-    print_json,
-    some_noise,
-)
+from keepcover.cli import console as ui
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,19 +21,19 @@ AutocastName = Literal["float16", "bfloat16"]
 EngineName = Literal["local", "ray"]
 
 
-@app.command()
+@ui.app.command()
 def smooth(
-    model: ModelSpec,
-    data: DataSpec,
+    model: ui.ModelSpec,
+    data: ui.DataSpec,
     root: Annotated[Path, typer.Option("--out", help="Folder of stores; this one gets its own folder there.")],
-    sigma: MaybeSigma = None,
-    noise: NoiseSpec = None,
-    weights: Weights = None,
-    data_dir: DataDir = None,
+    sigma: ui.MaybeSigma = None,
+    noise: ui.NoiseSpec = None,
+    weights: ui.Weights = None,
+    data_dir: ui.DataDir = None,
     draws: Annotated[int, typer.Option(help="Noisy copies per image; more can be added later.")] = 256,
     images: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
-    seed: Seed = 0,
-    device: Device = None,
+    seed: ui.Seed = 0,
+    device: ui.Device = None,
     autocast: Annotated[AutocastName | None, typer.Option(help="Mixed precision; part of what is certified.")] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
     channels_last: Annotated[bool, typer.Option("--channels-last", help="Memory format of the model's input.")] = False,
@@ -70,7 +55,7 @@ def smooth(
     gpus_per_worker: Annotated[
         float | None, typer.Option(help="Ray: 1 gives each worker a GPU, 0.5 puts two on one; implies --device cuda.")
     ] = None,
-    as_json: Json = False,
+    as_json: ui.Json = False,
 ) -> None:
     """Run a model under noise once and keep its logits on disk, for `keepcover evaluate` and everything else.
 
@@ -102,7 +87,7 @@ def smooth(
     here = device if cluster is None else None  # the machine that deals out the work may lack what workers have
     smoother = Smoother(
         load_model(model, weights, len(labelled.class_names), here),
-        some_noise(sigma, noise),
+        ui.some_noise(sigma, noise),
         batch_size=batch_size,
         device=here,
         autocast=None if autocast is None else getattr(torch, autocast),
@@ -144,7 +129,7 @@ def smooth(
         **more,
     }
     if as_json:
-        print_json(facts)
+        ui.print_json(facts)
         return
     lines = [
         f"store    {store.folder}",
@@ -164,7 +149,7 @@ def smooth(
     else:
         lines.append(f"done     nothing to do: all of it was there, and every checksum matches ({done.seconds:.1f} s)")
     lines.append(f"next     keepcover evaluate {store.folder} --epsilon EPSILON")
-    out.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
+    ui.out.print("\n".join(lines))
 
 
 def _cluster(
@@ -211,7 +196,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def _warn(text: str) -> None:
-    err.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    ui.err.print(text, style="yellow")
 
 
 def _report(store: LogitStore, damaged: dict[str, str], missing: list[Chunk], as_json: bool) -> None:
@@ -221,8 +206,8 @@ def _report(store: LogitStore, damaged: dict[str, str], missing: list[Chunk], as
         _warn(f"damaged: {name}: {why}")
     if as_json:
         names = [chunk.name for chunk in missing]
-        print_json({**store.summary(), "damaged": damaged, "missing": names, "sound": sound})
+        ui.print_json({**store.summary(), "damaged": damaged, "missing": names, "sound": sound})
         return
     verdict = "all checksums match" if sound else f"{len(damaged)} damaged, {len(missing)} missing"
     there = _count(len(store.entries), "intact chunk")
-    out.print(f"{store.folder}: {there}, {verdict}", highlight=False, markup=False, soft_wrap=True)
+    ui.out.print(f"{store.folder}: {there}, {verdict}")
