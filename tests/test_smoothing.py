@@ -25,55 +25,9 @@ from keepcover.engine.progress import Bar
 from keepcover.engine.smoother import Smoother, _held, evaluation_mode
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.noise.stream import Stream
+from tests.toys import SHAPE, Recorder, flags, half_trained, nearest, network, toy
 
 patient = settings(deadline=None, derandomize=True, max_examples=30)
-SHAPE = (1, 4, 4)
-
-
-def toy(n: int, classes: int = 4, seed: int = 0, spread: float = 0.12) -> tuple[Tensor, Tensor]:
-    """Labelled images in [0, 1]: one prototype per class, and Gaussian spread around it."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(classes, (n,), generator=generator)
-    images = prototypes(classes)[labels] + spread * torch.randn(n, *SHAPE, generator=generator)
-    return images.clamp(0, 1), labels
-
-
-def prototypes(classes: int) -> Tensor:
-    return 0.5 + 0.1 * torch.randn(classes, *SHAPE, generator=torch.Generator().manual_seed(99))
-
-
-def nearest(classes: int = 4, sharpness: float = 12.0) -> nn.Module:
-    """The linear classifier of the nearest prototype: logits -sharpness |x - prototype|^2, but for what all share."""
-    centres = prototypes(classes).flatten(1)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(centres.shape[1], classes))
-    with torch.no_grad():
-        model[1].weight.copy_(2 * sharpness * centres)
-        model[1].bias.copy_(-sharpness * centres.square().sum(dim=1))
-    return model.eval()
-
-
-def network(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(12, 5)
-    ).eval()
-
-
-class Recorder:
-    """A classifier that keeps what it was given."""
-
-    def __init__(self, classes: int = 3) -> None:
-        self.classes = classes
-        self.seen: list[Tensor] = []
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        self.seen.append(inputs.clone())
-        return inputs.flatten(1)[:, : self.classes].contiguous()
-
-    @property
-    def inputs(self) -> Tensor:
-        return torch.cat(self.seen)
-
 
 # -- one function, however it is run -----------------------------------------------------------------------------------
 
@@ -232,43 +186,7 @@ def test_running_out_of_memory_halves_the_batch() -> None:
         smoother.logits(images, 3, stream)
 
 
-def test_remembered_logits_are_those_of_the_network() -> None:
-    """Fewer draws, or the same ones again, cost no pass; other images, ids or roles do."""
-    images, passes, model = toy(10)[0], [], nearest()
-
-    def counted(inputs: Tensor) -> Tensor:
-        passes.append(len(inputs))
-        return model(inputs)
-
-    remembering, plain = RememberingSmoother(counted, 0.2), Smoother(model, 0.2)
-    for draws, cost in ((16, 160), (4, 0), (16, 0), (20, 200)):
-        passes.clear()
-        found = remembering.reduce(images, draws, Stream(0, "test"), lambda batch, logits: logits.flatten(1))
-        torch.testing.assert_close(
-            found.view(10, draws, 4), plain.logits(images, draws, Stream(0, "test")), rtol=0, atol=1e-5
-        )
-        assert sum(passes) == cost
-    for other, stream in ((images + 0.01, Stream(0, "test")), (images, Stream(0, "attack"))):
-        passes.clear()
-        found = remembering.logits(other, 4, stream)
-        torch.testing.assert_close(found, plain.logits(other, 4, stream), rtol=0, atol=1e-5)
-        assert sum(passes) == 40
-
-
 # -- modes -------------------------------------------------------------------------------------------------------------
-
-
-def half_trained() -> nn.Sequential:
-    """Some parts in train mode, some not, in no particular order."""
-    model = network()
-    model.train()
-    model[1].eval()
-    model[4].eval()
-    return model
-
-
-def flags(model: nn.Module) -> list[bool]:
-    return [module.training for module in model.modules()]
 
 
 def test_train_mode_is_warned_about_left_and_restored() -> None:

@@ -123,8 +123,16 @@ class Guarantee:
     def to_dict(self) -> dict[str, Any]:
         """The numbers and the sentence, for JSON."""
         return {
-            "method": self.method, "certified": self.certified, "alpha": self.alpha, **self.threat.config(),
-            "promise": self.promise.config(), "draws": self.draws, "calibration_draws": self.calibration_draws,
-            "n": self.n, "score": self.score, "transform": self.transform, "statement": str(self),
+            "method": self.method,
+            "certified": self.certified,
+            "alpha": self.alpha,
+            **self.threat.config(),
+            "promise": self.promise.config(),
+            "draws": self.draws,
+            "calibration_draws": self.calibration_draws,
+            "n": self.n,
+            "score": self.score,
+            "transform": self.transform,
+            "statement": str(self),
             "assumptions": list(self.assumptions),
         }

@@ -20,7 +20,7 @@ from torch import Tensor
 from keepcover.bounds import bernstein, clopper_pearson, conformal_rank, exact_level
 from keepcover.errors import InputError
 from keepcover.guarantee import Guarantee
-from keepcover.methods import Asked, Holdout, Method, Rule, get_method, saved_method
+from keepcover.methods import Asked, Holdout, Method, Rule, saved_method
 from keepcover.methods.exact import Exact
 from keepcover.noise import Gaussian, Noise, Stream, Threat, get_noise, get_norm
 from keepcover.promises import Promise
@@ -47,7 +47,13 @@ def _refused(action: Callable[[], Any], words: str) -> None:
 
 
 def check_noise(
-    noise: Noise, epsilon: float, *, norm: str | None = None, shape: tuple[int, ...] = (3,), draws: int = 20_000, seed: int = 0
+    noise: Noise,
+    epsilon: float,
+    *,
+    norm: str | None = None,
+    shape: tuple[int, ...] = (3,),
+    draws: int = 20_000,
+    seed: int = 0,
 ) -> None:
     """A noise: a value that survives JSON, keyed draws, and an ``up`` that attacks reach but do not exceed.
 
@@ -103,13 +109,18 @@ def _not_exceeded(threat: Threat, shape: tuple[int, ...], draws: int, seed: int)
     for direction in directions:
         move = norm.direction(direction.view(1, *shape)) * threat.epsilon
         move = norm.project(move, threat.epsilon)
-        here, there = (threat.noise.noisy(clean + m, stream, ids + k, range(draws)) for k, m in enumerate((0 * move, move)))
+        here, there = (
+            threat.noise.noisy(clean + m, stream, ids + k, range(draws)) for k, m in enumerate((0 * move, move))
+        )
         before, after = (x.flatten(2)[0].double() @ direction.double() for x in (here, there))
         for level in (0.5, 0.9, 0.99):
             at = before.quantile(level)
             q = clopper_pearson(int((before > at).sum()), draws, FALSE_ALARM / checks)[1]
             reached = clopper_pearson(int((after > at).sum()), draws, FALSE_ALARM / checks)[0]
-            _law(reached <= threat.up(float(q)), f"an attack lifts a set of probability {float(q):.3f} to {float(reached):.3f}")
+            _law(
+                reached <= threat.up(float(q)),
+                f"an attack lifts a set of probability {float(q):.3f} to {float(reached):.3f}",
+            )
 
 
 # -- promises ----------------------------------------------------------------------------------------------------------
@@ -132,9 +143,15 @@ def check_promise(promise: Promise, *, alpha: float = 0.1, points: Sequence[int]
         _law((rank <= n) == (n >= least), f"points_needed says {least}, and {n} points disagree")
         budgets = [promise.budget(n, level, top) for top in (1.0, 1.5, 3.0)]
         _law(budgets == sorted(budgets, reverse=True), f"at n = {n} larger losses leave a larger budget")
-        _law(budgets[0] <= float(exact_level(alpha)) * (n + 1) - 1 + 1e-9, f"at n = {n} the budget exceeds the marginal one")
+        _law(
+            budgets[0] <= float(exact_level(alpha)) * (n + 1) - 1 + 1e-9,
+            f"at n = {n} the budget exceeds the marginal one",
+        )
     promised = Guarantee("exact", True, alpha, Threat(Gaussian(1.0), 0.5), 4, max(least, 1000), promise=promise)
-    _law(not promise.clauses or str(promised) != str(replace(promised, promise=Promise())), "the clause is not in the sentence")
+    _law(
+        not promise.clauses or str(promised) != str(replace(promised, promise=Promise())),
+        "the clause is not in the sentence",
+    )
     _law(all(promised.assumptions), "an assumption is empty")
     _refused(lambda: Promise(no_such_clause=1), "a clause that does not exist is accepted")
 
@@ -166,7 +183,10 @@ def check_task(task: Task, outputs: Tensor, truth: Tensor, *, seed: int = 0) -> 
     reading = Reading(order=True)
     items, prepared = task.items(outputs, truth, reading, u), task.prepare(outputs, reading, u)
     _law(items.draws.count == draws, "items have another number of draws than outputs")
-    _law(items.weight is not None or len(items.draws) == items.points == n, "one item per point has as many items as points")
+    _law(
+        items.weight is not None or len(items.draws) == items.points == n,
+        "one item per point has as many items as points",
+    )
     v = torch.zeros(n)
     threat = Threat(Gaussian(1.0), 0.1)
     for kappa in (0, draws // 2):
@@ -179,14 +199,23 @@ def check_task(task: Task, outputs: Tensor, truth: Tensor, *, seed: int = 0) -> 
             inside = task.inside(summary, rule, t)
             sets = task.sets(inside, rule.guarantee(task))
             if items.weight is None:
-                _law(torch.equal(sets.covers(truth), own <= t), "a set misses what its rule keeps, or keeps what it misses")
+                _law(
+                    torch.equal(sets.covers(truth), own <= t),
+                    "a set misses what its rule keeps, or keeps what it misses",
+                )
             size = task.sizes(inside)
             _law(smaller is None or (size >= smaller).all(), "a larger threshold gives a smaller set")
-            _law(torch.allclose(task.sizes(task.union(inside, inside)), size), "the union of a set with itself is another set")
+            _law(
+                torch.allclose(task.sizes(task.union(inside, inside)), size),
+                "the union of a set with itself is another set",
+            )
             expected = Holdout(task, outputs, truth, u)
             expected.__dict__["thresholds"] = np.array([float(t), np.inf])
             estimate = expected.size(draws, kappa)[0]
-            _law(math.isclose(float(size.double().mean()), estimate, rel_tol=1e-5, abs_tol=1e-6), "profile() is not the size")
+            _law(
+                math.isclose(float(size.double().mean()), estimate, rel_tol=1e-5, abs_tol=1e-6),
+                "profile() is not the size",
+            )
             smaller = size
     _law(len(sets.rows()) == len(sets) == n, "rows() has another number of sets")
 
@@ -195,7 +224,14 @@ def check_task(task: Task, outputs: Tensor, truth: Tensor, *, seed: int = 0) -> 
 
 
 def check_method(
-    method: Method, *, alpha: float = 0.1, epsilon: float = 0.5, draws: int = 8, points: int = 200, trials: int = 1500, seed: int = 0
+    method: Method,
+    *,
+    alpha: float = 0.1,
+    epsilon: float = 0.5,
+    draws: int = 8,
+    points: int = 200,
+    trials: int = 1500,
+    seed: int = 0,
 ) -> None:
     """A method: its rule survives JSON, decides as it says, and covers 1 - alpha in its exact worst case.
 
@@ -203,7 +239,8 @@ def check_method(
     wide law or a mixture. An uncertified method must cover without the attack.
 
     Example:
-        >>> check_method(get_method("rcp1"), trials=400)
+        >>> from keepcover.methods import RCP1
+        >>> check_method(RCP1(), trials=400)
     """
     generator = torch.Generator().manual_seed(seed)
     task = Classification(score=torch.sigmoid).seen(torch.zeros(1, 1, 2))
@@ -225,12 +262,17 @@ def check_method(
             v = torch.rand(50, generator=generator)
             covered[trial] = (rule.test_statistic(_read(rule, moved).draws, v) <= threshold).double().mean()
         slack = float(bernstein(float(covered.var()), trials, FALSE_ALARM))
-        _law(covered.mean() >= 1 - alpha - slack, f"{method.name} covers {float(covered.mean()):.3f} of attacked points, not {1 - alpha}")
+        _law(
+            covered.mean() >= 1 - alpha - slack,
+            f"{method.name} covers {float(covered.mean()):.3f} of attacked points, not {1 - alpha}",
+        )
 
 
 def _read(rule: Rule, scores: Tensor) -> Items:
     """Unbounded scores as a rule reads them."""
-    return rule.read(Items.single(Draws(scores if rule.reading.order else scores.sigmoid(), unit=not rule.reading.order)))
+    return rule.read(
+        Items.single(Draws(scores if rule.reading.order else scores.sigmoid(), unit=not rule.reading.order))
+    )
 
 
 def _round_trip(rule: Rule, scores: Tensor) -> None:
@@ -244,5 +286,7 @@ def _round_trip(rule: Rule, scores: Tensor) -> None:
     _law(again.threshold(items) == threshold, "the same rule gives another threshold")
     _law(rule.supports(items, threshold), "the rule does not support its own threshold")
     _law(0 <= rule.p_value(900, 1000, items.points) <= 1, "the p-value of an audit is no probability")
-    shown = rule.explain(Draws(items.draws.values[:5, None, : rule.test_draws], items.draws.unit), threshold, lambda s: 1 - s)
+    shown = rule.explain(
+        Draws(items.draws.values[:5, None, : rule.test_draws], items.draws.unit), threshold, lambda s: 1 - s
+    )
     _law(shown.support.shape[:2] == (5, 1) and bool(shown.words), "explain() does not speak of every candidate")

@@ -184,7 +184,9 @@ def audit(
             if key not in shared:
                 shared[key] = pgd(noisy, images, labels, radius, loss=mean_softmax, **shaped)
             return shared[key]
-        return pgd(noisy, images, labels, radius, loss=Margin(predictor, stream), gradients=attack == "margin", **shaped)
+        return pgd(
+            noisy, images, labels, radius, loss=Margin(predictor, stream), gradients=attack == "margin", **shaped
+        )
 
     def record(name: str, predictor: Predictor, attack: str, radius: float, inputs: Tensor) -> None:
         result = predictor.predict(inputs, seed=seed)
@@ -232,5 +234,7 @@ def _checked(attacked: Tensor, images: Tensor, radius: float, name: str, predict
         raise InputError(f"attack {name!r} must return finite images of shape {tuple(images.shape)}")
     distance = norm.length(attacked.double() - images.double())
     if float(distance.max()) > radius * (1 + 1e-6):
-        raise InputError(f"attack {name!r} moved an image by {norm.short} {float(distance.max()):.6g}, allowed are {radius:g}")
+        raise InputError(
+            f"attack {name!r} moved an image by {norm.short} {float(distance.max()):.6g}, allowed are {radius:g}"
+        )
     return attacked

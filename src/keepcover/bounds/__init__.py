@@ -7,13 +7,37 @@ from keepcover.bounds.concentration import bernstein, clopper_pearson, dkw, hoef
 from keepcover.bounds.counts import Counts
 from keepcover.bounds.hull import hull_bracket, hull_curve, hull_level, hull_levels
 from keepcover.bounds.laws import (
-    binomial_tail, conformal_law, covered_at_most, covered_at_most_given, hypergeometric, risk_control_law,
+    binomial_tail,
+    conformal_law,
+    covered_at_most,
+    covered_at_most_given,
+    hypergeometric,
+    risk_control_law,
 )
 from keepcover.bounds.majorant import is_majorant, majorant, majorant_cost, majorant_gap
 from keepcover.bounds.quantile import conformal_quantile, conformal_rank, exact_level
 
 __all__ = [
-    "Counts", "bernstein", "binomial_tail", "clopper_pearson", "conformal_law", "conformal_quantile", "conformal_rank", "covered_at_most",
-    "covered_at_most_given", "dkw", "exact_level", "hoeffding", "hull_bracket", "hull_curve", "hull_level", "hull_levels",
-    "hypergeometric", "is_majorant", "majorant", "majorant_cost", "majorant_gap", "risk_control_law",
+    "Counts",
+    "bernstein",
+    "binomial_tail",
+    "clopper_pearson",
+    "conformal_law",
+    "conformal_quantile",
+    "conformal_rank",
+    "covered_at_most",
+    "covered_at_most_given",
+    "dkw",
+    "exact_level",
+    "hoeffding",
+    "hull_bracket",
+    "hull_curve",
+    "hull_level",
+    "hull_levels",
+    "hypergeometric",
+    "is_majorant",
+    "majorant",
+    "majorant_cost",
+    "majorant_gap",
+    "risk_control_law",
 ]

@@ -81,12 +81,13 @@ def hull_bracket(counts: Counts, c: int, kappa: int, alpha: float, gamma: float 
     if counts.missed(kappa, q[1], gamma) > alpha:
         # So large an attack that no level the grid can tell from zero certifies alpha.
         return 0.0, float(counts.clean(c, q[1]))
-    safe = hopeful = 0.0
-    for _ in range(24):
+    rounds = 24
+    while True:
         f, h = counts.clean(c, q), counts.missed(kappa, q, gamma)
         (safe,), _, _ = _bridge(f[None, :-1], h[None, 1:], alpha)
         (hopeful,), (i,), (j,) = _bridge(f[None], h[None], alpha)
-        if hopeful - safe <= 1e-4 * hopeful or len(q) > 100_000:
+        rounds -= 1
+        if hopeful - safe <= 1e-4 * hopeful or len(q) > 100_000 or rounds == 0:
             break
         mu = (f[j] - f[i]) / (h[j] - h[i])
         worst_corner = f[:-1] + mu * (alpha - h[1:])
@@ -123,7 +124,9 @@ def hull_curve(counts: Counts, c: int, kappa: int, gamma: float = 0.0) -> tuple[
         >>> 0.1 <= float(np.interp(0.037411, a, height)) < 0.102
         True
     """
-    q = counts.grid(finer=6 * min(int(max(counts.calibration_draws, counts.draws) ** 0.5), 16))  # steeper with more draws
+    q = counts.grid(
+        finer=6 * min(int(max(counts.calibration_draws, counts.draws) ** 0.5), 16)
+    )  # steeper with more draws
     f = counts.clean(c, q)
     h = counts.missed(kappa, np.append(q[1:], 1.0), gamma)  # h(1) is 1 - gamma where kappa + 1 draws are all
     corners: list[tuple[float, float]] = []

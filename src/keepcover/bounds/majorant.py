@@ -7,6 +7,7 @@ of g over calibration points at alpha then controls the attacked miss rate at al
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,14 @@ from keepcover.bounds.laws import binomial_tail
 
 # Cells of the linear program are cut where h crosses these heights, so that pairing h at the right end of a cell with
 # E g at its left end costs at most the distance between two of them: fine where alpha lives, coarser above.
-_HEIGHTS = np.concatenate([
-    np.geomspace(1e-7, 4e-4, 24), np.arange(0.0005, 0.02, 0.0005), np.arange(0.02, 0.2, 0.002), np.arange(0.2, 1.0, 0.01),
-])
+_HEIGHTS = np.concatenate(
+    [
+        np.geomspace(1e-7, 4e-4, 24),
+        np.arange(0.0005, 0.02, 0.0005),
+        np.arange(0.02, 0.2, 0.002),
+        np.arange(0.2, 1.0, 0.01),
+    ]
+)
 INCREMENT_COST = 1 / 2500  # per unit of rise: keeps g finite at counts the holdout never showed
 
 
@@ -77,7 +83,7 @@ def majorant(
     cost = np.array([weights.sum(), *(weights[j:].sum() + INCREMENT_COST for j in steps)])
     q, expect, need = _cells(counts, kappa, gamma)
     tight = np.flatnonzero(expect @ _solve(cost, expect, need) - need < 1e-7)
-    finer = [between(q[k], q[k + 1], 8) for k in np.clip(tight, 1, len(q) - 3)]
+    finer = [between(float(q[k]), float(q[k + 1]), 8) for k in np.clip(tight, 1, len(q) - 3)]
     q = np.unique(np.concatenate([q, *finer]))
     expect, need = _constraints(q, counts, kappa, gamma)
     rises = np.zeros(counts.calibration_draws + 1)
@@ -143,7 +149,7 @@ def is_majorant(g: Any, counts: Counts, kappa: int, gamma: float = 0.0) -> bool:
     """
     rises = np.diff(np.asarray(g, dtype=np.float64), prepend=0.0)
     q = _cells(counts, kappa, gamma)[0]
-    inner = [between(a, b, 8) for a, b in zip(q[1:-2], q[2:-1], strict=True)]
+    inner = [between(low, high, 8) for low, high in pairwise(q[1:-1])]
     q = np.unique(np.concatenate([q, *inner]))
     at = np.flatnonzero(rises)
     expect = binomial_tail(len(rises) - 1, at[:, None], counts.seen(q[:-1])).T @ rises[at]

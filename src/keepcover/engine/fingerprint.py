@@ -24,12 +24,13 @@ from torch import Tensor, nn
 
 from keepcover.engine.smoother import Classifier, Smoother
 from keepcover.errors import InputError, KeepcoverWarning
-from keepcover.noise.stream import Stream, probes
+from keepcover.noise import Noise, Stream
+from keepcover.noise.stream import probes
 
 Structure = dict[str, dict[str, Any]]  # of every module by its path: its class and its plain attributes
 
 CLASS = "(class)"  # no attribute can be called that
-_OWN = frozenset(vars(nn.Module()))  # what every module has
+_OWN = frozenset(vars(nn.Module())) | {"name_or_path"}  # what every module has, and where transformers read it from
 _PLACE = re.compile(r"(cpu|cuda|mps|xpu)(:\d+)?|.*[/\\].*", re.DOTALL)  # devices and files differ between machines
 
 
@@ -202,10 +203,10 @@ def probe_logits(smoother: Smoother, inputs: Tensor) -> Tensor | None:
     return _noisy(_plain_smoother(smoother, 0.0), inputs, 1)
 
 
-def _plain_smoother(smoother: Smoother, sigma: float) -> Smoother:
+def _plain_smoother(smoother: Smoother, noise: Noise | float) -> Smoother:
     return Smoother(
         smoother.model,
-        sigma,
+        noise,
         batch_size=smoother.batch_size,
         device=smoother.device,
         autocast=smoother.autocast,
@@ -268,7 +269,7 @@ class Identity:
         if type(smoother) is Smoother:
             return True
         inputs = probes(self.shape, self.low, self.high)
-        own, plain = (_noisy(one, inputs, 2) for one in (smoother, _plain_smoother(smoother, smoother.sigma)))
+        own, plain = (_noisy(one, inputs, 2) for one in (smoother, _plain_smoother(smoother, smoother.noise)))
         return own is not None and plain is not None and torch.allclose(own, plain, rtol=1e-3, atol=1e-3)
 
     def refuse_other(self, smoother: Smoother, given: str | None = None) -> None:

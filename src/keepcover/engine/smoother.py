@@ -166,11 +166,17 @@ class Smoother:
             yield batch, outputs
 
     def streams(
-        self, asked: Iterable[tuple[Batch, range, Stream]], total: int | None = None, progress: bool | Report | None = None
+        self,
+        asked: Iterable[tuple[Batch, range, Stream]],
+        total: int | None = None,
+        progress: bool | Report | None = None,
     ) -> Iterator[tuple[Batch, Stream, Tensor]]:
         """Noisy outputs of batches that each name their draws and their noise, in chunks of one forward pass each."""
         late: deque[Callable[[], Tensor]] = deque()
-        with evaluation_mode(self.model), Bar("smoothing", total, self.progress if progress is None else progress) as bar:
+        with (
+            evaluation_mode(self.model),
+            Bar("smoothing", total, self.progress if progress is None else progress) as bar,
+        ):
             for part, span, stream in self._ahead(self._cut(asked)):
                 with torch.inference_mode():
                     outputs = self._chunk(part.images, part.ids, span, stream)

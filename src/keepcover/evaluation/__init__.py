@@ -5,5 +5,15 @@ from keepcover.evaluation.rows import Observed, Row
 from keepcover.evaluation.source import InMemory, Network, Source, Stored
 
 __all__ = [
-    "Attacked", "Entry", "InMemory", "Network", "Observed", "Row", "Source", "Stored", "entries", "evaluate", "evaluate_entries",
+    "Attacked",
+    "Entry",
+    "InMemory",
+    "Network",
+    "Observed",
+    "Row",
+    "Source",
+    "Stored",
+    "entries",
+    "evaluate",
+    "evaluate_entries",
 ]

@@ -52,8 +52,9 @@ class Entry:
 
     def asked(self, source: Source, n: int, task: Task, shape: tuple[int, ...] | None) -> Asked:
         """The question to the method, on outputs with so many draws and n calibration points."""
-        draws = self.draws or source.draws
-        per_point = self.calibration_draws or min(source.draws, self.method.usual_calibration_draws(draws))
+        draws = source.draws if self.draws is None else self.draws
+        usual = min(source.draws, self.method.usual_calibration_draws(draws))
+        per_point = usual if self.calibration_draws is None else self.calibration_draws
         for wanted in (draws, per_point):
             if not 1 <= wanted <= source.draws:
                 raise InputError(f"asked for {wanted} draws, there are {source.draws}; ask for 1 to {source.draws}")
@@ -71,7 +72,10 @@ class Attacked:
 
 
 def entries(
-    methods: Sequence[str | Method] | None, transforms: Sequence[str] = ("none", "ptt"), draws: int | None = None, **shared: Any
+    methods: Sequence[str | Method] | None,
+    transforms: Sequence[str] = ("none", "ptt"),
+    draws: int | None = None,
+    **shared: Any,
 ) -> list[Entry]:
     """Every method under every transform that can matter to it: methods that only compare scores have none.
 
@@ -142,9 +146,15 @@ def evaluate(
     source = source_of(outputs, truth, asked)
     known = get_task(task, **({} if score is None else {"score": score}))
     shared = {"epsilon": epsilon, "calibration_draws": calibration_draws, "alpha": alpha, "task": known, "norm": norm}
-    listed = entries(methods, transforms, draws or source.draws, promise=promise or Promise(), **shared)
+    listed = entries(methods, transforms, source.draws if draws is None else draws, promise=promise or Promise(), **shared)
     found = evaluate_entries(
-        source, listed, splits=splits, holdout=holdout, redraw_holdout=redraw_holdout, seed=seed, progress=progress,
+        source,
+        listed,
+        splits=splits,
+        holdout=holdout,
+        redraw_holdout=redraw_holdout,
+        seed=seed,
+        progress=progress,
         shape=None if shape is None else tuple(shape),
     )
     return [row for rows in found for row in rows]
@@ -252,9 +262,7 @@ def _read(source: Source, rows: Tensor, uniform: Tensor) -> Scored:
     return Scored(Piece(rows, outputs, truth), uniform)
 
 
-def _scored(
-    source: Source, attacked: Attacked | None, split: Split, held: Scored, uniform: Tensor
-) -> Iterable[Scored]:
+def _scored(source: Source, attacked: Attacked | None, split: Split, held: Scored, uniform: Tensor) -> Iterable[Scored]:
     """Every point once: the holdout is not read again where reading costs something."""
     truth = torch.zeros(source.points, *held.truth.shape[1:], dtype=held.truth.dtype)
     rows = torch.arange(source.points)
@@ -267,7 +275,9 @@ def _scored(
         yield Scored(piece, uniform)
     if attacked is not None:
         for piece in attacked.source.read(torch.arange(attacked.source.points)):
-            yield Scored(Piece(source.points + piece.rows, piece.outputs, truth[attacked.positions[piece.rows]]), uniform)
+            yield Scored(
+                Piece(source.points + piece.rows, piece.outputs, truth[attacked.positions[piece.rows]]), uniform
+            )
 
 
 class Runner:
@@ -333,7 +343,13 @@ class Runner:
         promise = self.rule.guarantee(self.task)
         return [
             Row(
-                promise, len(seen.sizes), Spread.of(seen.sizes), Spread.of(seen.coverages), self.trivial[attack], attack, seen
+                promise,
+                len(seen.sizes),
+                Spread.of(seen.sizes),
+                Spread.of(seen.coverages),
+                self.trivial[attack],
+                attack,
+                seen,
             )
             for attack, seen in self.observed.items()
         ]

@@ -83,8 +83,14 @@ def make_plan(
         chosen = rule.parameters()
         plans.append(
             Plan(
-                method.name, per_query, per_point, chosen.get("c"), chosen.get("kappa"), getattr(rule, "level", None),
-                rule.estimated_size(held), rule.words,
+                method.name,
+                per_query,
+                per_point,
+                chosen.get("c"),
+                chosen.get("kappa"),
+                getattr(rule, "level", None),
+                rule.estimated_size(held),
+                rule.words,
             )
         )
     radius = hoeffding(draws, beta)

@@ -41,11 +41,22 @@ class Row:
         g = self.guarantee
         noise = g.threat.noise.config()
         return {
-            "method": g.method, "score": g.score, "transform": g.transform, "certified": g.certified, "alpha": g.alpha,
-            "epsilon": g.epsilon, "norm": g.threat.norm, "noise": noise.pop("name"), **noise,
+            "method": g.method,
+            "score": g.score,
+            "transform": g.transform,
+            "certified": g.certified,
+            "alpha": g.alpha,
+            "epsilon": g.epsilon,
+            "norm": g.threat.norm,
+            "noise": noise.pop("name"),
+            **noise,
             **({"promise": g.promise.config()} if g.promise.clauses else {}),
-            "draws": g.draws, "calibration_draws": g.calibration_draws, "splits": self.splits,
-            "size": vars(self.size), "coverage": vars(self.coverage), "trivial_splits": self.trivial_splits,
+            "draws": g.draws,
+            "calibration_draws": g.calibration_draws,
+            "splits": self.splits,
+            "size": vars(self.size),
+            "coverage": vars(self.coverage),
+            "trivial_splits": self.trivial_splits,
             "attack": self.attack,
         }
 
@@ -74,7 +85,11 @@ class Observed:
     labels: list[Tensor] = field(default_factory=list)
 
     def add(
-        self, size: Tensor, covered: Bool[Tensor, " m"], group: Int[Tensor, " m"] | None = None, groups: int | None = None
+        self,
+        size: Tensor,
+        covered: Bool[Tensor, " m"],
+        group: Int[Tensor, " m"] | None = None,
+        groups: int | None = None,
     ) -> None:
         """One split's test points: the sizes of their sets, whether those hold the truth, and the true class."""
         self.sizes.append(float(size.double().mean()))

@@ -17,8 +17,19 @@ from keepcover.scores import PTT
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        SplitCP(), SmoothedCP(), RSCP(), RSCPPlus("hoeffding"), RSCPPlus("bernstein"), Exact(), ExactAsymmetric(), RCP1(),
-        BinCP(), BinCPSharp(), BinCPThreshold(), CAS(), CASTestTime(),
+        SplitCP(),
+        SmoothedCP(),
+        RSCP(),
+        RSCPPlus("hoeffding"),
+        RSCPPlus("bernstein"),
+        Exact(),
+        ExactAsymmetric(),
+        RCP1(),
+        BinCP(),
+        BinCPSharp(),
+        BinCPThreshold(),
+        CAS(),
+        CASTestTime(),
     )
 }
 
@@ -49,6 +60,26 @@ def saved_method(name: str, options: dict[str, Any]) -> Method:
 
 
 __all__ = [
-    "CAS", "METHODS", "RCP1", "RSCP", "Asked", "Auto", "BinCP", "BinCPSharp", "BinCPThreshold", "CASTestTime", "Exact", "ExactAsymmetric", "Explanation", "Holdout", "Method",
-    "RSCPPlus", "Rule", "SmoothedCP", "SplitCP", "get_method", "saved_method", "with_options",
+    "CAS",
+    "METHODS",
+    "RCP1",
+    "RSCP",
+    "Asked",
+    "Auto",
+    "BinCP",
+    "BinCPSharp",
+    "BinCPThreshold",
+    "CASTestTime",
+    "Exact",
+    "ExactAsymmetric",
+    "Explanation",
+    "Holdout",
+    "Method",
+    "RSCPPlus",
+    "Rule",
+    "SmoothedCP",
+    "SplitCP",
+    "get_method",
+    "saved_method",
+    "with_options",
 ]

@@ -58,8 +58,13 @@ class Asked:
     def config(self) -> dict[str, Any]:
         """For JSON; :meth:`from_config` reads it back."""
         return {
-            "alpha": self.alpha, "threat": self.threat.config(), "draws": self.draws, "n": self.n,
-            "candidates": self.candidates, "calibration_draws": self.calibration_draws, "promise": self.promise.config(),
+            "alpha": self.alpha,
+            "threat": self.threat.config(),
+            "draws": self.draws,
+            "n": self.n,
+            "candidates": self.candidates,
+            "calibration_draws": self.calibration_draws,
+            "promise": self.promise.config(),
         }
 
     @classmethod
@@ -124,9 +129,13 @@ class Method(ABC):
         """Refuse what the theorem does not cover, before the network runs."""
         if self.needs_concave and not asked.threat.noise.concave:
             raise InputError(f"{self.name} needs noise whose up is concave; choose exact or exact_asymmetric")
-        refused = [c.keyword for c in asked.promise.clauses if self.clauses is not None and c.keyword not in self.clauses]
+        refused = [
+            c.keyword for c in asked.promise.clauses if self.clauses is not None and c.keyword not in self.clauses
+        ]
         if refused:
-            raise InputError(f"{self.name} does not offer {refused[0]} in its promise; choose exact or exact_asymmetric")
+            raise InputError(
+                f"{self.name} does not offer {refused[0]} in its promise; choose exact or exact_asymmetric"
+            )
         if not self.compares_only and self.transform is None and not task.bounded:
             raise InputError(
                 f"{self.name} without PTT assumes scores in [0, 1], and {task.score_name!r} does not promise that; use "
@@ -181,14 +190,20 @@ class Rule(ABC):
 
     def read(self, items: Items) -> Items:
         """Items whose scores are the score itself, or its order, as this rule reads them: transformed."""
-        return items if self.transform is None else replace(items, draws=Draws(self.transform(items.draws.values), unit=True))
+        return (
+            items
+            if self.transform is None
+            else replace(items, draws=Draws(self.transform(items.draws.values), unit=True))
+        )
 
     def threshold(self, items: Items) -> float:
         """The threshold that calibration items give, as this rule reads them."""
         own = items.first(self.calibration_draws)
         return self.threshold_of(self.statistic(own.draws), own.points, own.weight)
 
-    def explain(self, draws: Draws, threshold: float, fit: Callable[[Tensor], Tensor], v: Tensor | None = None) -> Explanation:
+    def explain(
+        self, draws: Draws, threshold: float, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
+    ) -> Explanation:
         """How well candidates ``[n, K, N]`` fit and what is needed, such that support >= needed says what is decided.
 
         ``fit`` maps scores as this rule reads them to [0, 1], decreasing. By default the rule thresholds a mean score, from
@@ -289,8 +304,18 @@ class Rule(ABC):
         """What the rule promises for a task; refuses what cannot be promised."""
         a = self.asked
         return Guarantee(
-            self.name, self.method.certified, a.alpha, a.threat, self.test_draws, a.n, self.calibration_draws, a.promise,
-            self.method.spent, task.words, task.assumptions, task.score_name,
+            self.name,
+            self.method.certified,
+            a.alpha,
+            a.threat,
+            self.test_draws,
+            a.n,
+            self.calibration_draws,
+            a.promise,
+            self.method.spent,
+            task.words,
+            task.assumptions,
+            task.score_name,
             "none" if self.method.transform is None else self.method.transform.name,
         )
 

@@ -21,7 +21,14 @@ from numpy import ndarray
 from torch import Tensor
 
 from keepcover.bounds import (
-    conformal_law, covered_at_most_given, hull_bracket, hull_curve, hull_level, is_majorant, majorant_gap, risk_control_law,
+    conformal_law,
+    covered_at_most_given,
+    hull_bracket,
+    hull_curve,
+    hull_level,
+    is_majorant,
+    majorant_gap,
+    risk_control_law,
 )
 from keepcover.errors import InputError
 from keepcover.methods.base import Asked, Explanation, Method, Rule
@@ -255,7 +262,9 @@ class MajorantRule(CountRule):
             return math.inf
         scores, order = statistic.flatten().sort(descending=True)
         rises = torch.as_tensor(rise, device=scores.device) * share.to(scores.device)[:, None]
-        spent = rises.flatten()[order].cumsum(dim=0)  # sum of g over the points minus that of g(0), once t falls below a score
+        spent = rises.flatten()[order].cumsum(
+            dim=0
+        )  # sum of g over the points minus that of g(0), once t falls below a score
         broke = torch.searchsorted(spent, budget, right=True)
         return float(scores[broke]) if broke < len(scores) else -math.inf
 
@@ -281,7 +290,9 @@ class MajorantRule(CountRule):
     def supports(self, items: Items, threshold: float) -> bool:
         if threshold == math.inf:
             return True
-        loss = torch.tensor(self.g, dtype=torch.float64)[items.first(self.calibration_draws).draws.above(threshold).cpu()]
+        loss = torch.tensor(self.g, dtype=torch.float64)[
+            items.first(self.calibration_draws).draws.above(threshold).cpu()
+        ]
         total = float((loss if items.weight is None else loss * items.weight.double()).sum())
         return bool(self.majorises and total <= self._budget(items.points) + 1e-9 * items.points)
 
@@ -306,12 +317,14 @@ class RCP1(Method):
 class OneDraw(HullRule):
     """One calibration draw and one per query: up is its own concave hull, so alpha' needs no grid."""
 
-    words = "the one draw is at most t"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.gamma != 0:
             raise InputError(f"{self.name} forgives nothing; expected gamma 0, got {self.gamma}")
+
+    @property
+    def words(self) -> str:
+        return "the one draw is at most t"
 
     @property
     def level(self) -> float:

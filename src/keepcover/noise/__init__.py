@@ -49,9 +49,21 @@ def get_threat(config: dict[str, Any]) -> Threat:
         True
     """
     shape = config["shape"]
-    return Threat(get_noise(config["noise"]), config["epsilon"], config["norm"], None if shape is None else tuple(shape))
+    return Threat(
+        get_noise(config["noise"]), config["epsilon"], config["norm"], None if shape is None else tuple(shape)
+    )
 
 
 __all__ = [
-    "NOISES", "NORMS", "Gaussian", "Noise", "Norm", "Stream", "Threat", "fresh_seed", "get_noise", "get_norm", "get_threat",
+    "NOISES",
+    "NORMS",
+    "Gaussian",
+    "Noise",
+    "Norm",
+    "Stream",
+    "Threat",
+    "fresh_seed",
+    "get_noise",
+    "get_norm",
+    "get_threat",
 ]

@@ -37,7 +37,10 @@ class Noise(ABC):
     name: ClassVar[str]
     norms: ClassVar[tuple[str, ...]]
     concave: ClassVar[bool] = True
-    assumptions: ClassVar[tuple[str, ...]] = (FRESH, "Pseudo-random numbers of a secret seed (Philox) stand in for real noise.")
+    assumptions: ClassVar[tuple[str, ...]] = (
+        FRESH,
+        "Pseudo-random numbers of a secret seed (Philox) stand in for real noise.",
+    )
 
     @abstractmethod
     def noisy(self, images: Tensor, stream: Stream, ids: Tensor, draws: range) -> Tensor:
@@ -146,7 +149,9 @@ class Threat:
     def config(self) -> dict[str, Any]:
         """For JSON; :func:`keepcover.noise.get_threat` reads it back."""
         return {
-            "noise": self.noise.config(), "epsilon": self.epsilon, "norm": self.norm,
+            "noise": self.noise.config(),
+            "epsilon": self.epsilon,
+            "norm": self.norm,
             "shape": None if self.shape is None else list(self.shape),
         }
 

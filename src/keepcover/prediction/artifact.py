@@ -52,7 +52,9 @@ def save(predictor: Predictor, path: str | Path, fingerprint: str | None = None)
     identity, smoother = predictor.identity, predictor.smoother
     if smoother is not None:
         if identity is None or predictor.inputs is None:
-            raise InputError("this predictor does not know what model and inputs it was calibrated with; calibrate again")
+            raise InputError(
+                "this predictor does not know what model and inputs it was calibrated with; calibrate again"
+            )
         if fingerprint and fingerprint != identity.fingerprint:
             identity = replace(identity, fingerprint=fingerprint, structure=None)
         identity = replace(identity, fingerprint=identifier(smoother.model, identity.fingerprint))
@@ -60,7 +62,8 @@ def save(predictor: Predictor, path: str | Path, fingerprint: str | None = None)
     _refuse_code(predictor)
     tensors = {"calibration": predictor.items.draws.values, "probe_scores": predictor.task.probe()}
     optional = {
-        "weight": predictor.items.weight, "reference": predictor.reference,
+        "weight": predictor.items.weight,
+        "reference": predictor.reference,
         "probe_outputs": None if identity is None else identity.outputs,
     }
     tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
@@ -72,15 +75,23 @@ def save(predictor: Predictor, path: str | Path, fingerprint: str | None = None)
 def _refuse_code(predictor: Predictor) -> None:
     """Parts that are exactly what a registry names can be written; others are code of the user's."""
     parts: list[tuple[Any, Any]] = [(predictor.task, TASKS.get(predictor.task.name))]
-    if predictor.smoother is not None:
+    if (
+        predictor.smoother is not None
+        and predictor.identity is not None
+        and not predictor.identity.runs_plainly(predictor.smoother)
+    ):
         parts.append((predictor.smoother, Smoother))
     for calibrated in predictor.levels.values():
         rule = calibrated.rule
         parts.append((rule.method, type(saved_method(rule.name, {}))))
-        parts.append((rule, type(_rule(rule.name, rule.method.options(), rule.asked, rule.parameters(), predictor.reference))))
+        parts.append(
+            (rule, type(_rule(rule.name, rule.method.options(), rule.asked, rule.parameters(), predictor.reference)))
+        )
     for own, known in parts:
         if type(own) is not known:
-            raise InputError(f"{type(own).__name__} is code of yours, which a file cannot hold; it would be loaded as another")
+            raise InputError(
+                f"{type(own).__name__} is code of yours, which a file cannot hold; it would be loaded as another"
+            )
 
 
 def _manifest(predictor: Predictor, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -90,8 +101,12 @@ def _manifest(predictor: Predictor, tensors: dict[str, Tensor]) -> dict[str, Any
         "task": predictor.task.config(),
         "noise": predictor.noise.config(),
         "numerics": predictor.numerics,
-        "model": None if identity is None else {
-            "fingerprint": identity.fingerprint, "structure": identity.structure, "probe_shape": list(identity.shape),
+        "model": None
+        if identity is None
+        else {
+            "fingerprint": identity.fingerprint,
+            "structure": identity.structure,
+            "probe_shape": list(identity.shape),
         },
         "points": predictor.items.points,
         "holdout_size": predictor.holdout_size,
@@ -143,7 +158,9 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     found = {name: _digest(tensor) for name, tensor in tensors.items()}
     if found != expected:
         differ = sorted(set(found) ^ set(expected)) or sorted(name for name in found if found[name] != expected[name])
-        raise InputError(f"{path}: tensor {differ[0]!r} does not match its checksum: the file was altered; save it again")
+        raise InputError(
+            f"{path}: tensor {differ[0]!r} does not match its checksum: the file was altered; save it again"
+        )
     return manifest, tensors
 
 
@@ -166,7 +183,9 @@ def _agree(field: str, stated: Any, found: Any) -> None:
         if isinstance(stated, dict) and isinstance(found, dict):
             for key in sorted({*stated, *found}):
                 _agree(f"{field}.{key}" if field else key, stated.get(key), found.get(key))
-        raise InputError(f"it states {field} {_brief(one)}, the rest of it gives {_brief(other)}; save the predictor again")
+        raise InputError(
+            f"it states {field} {_brief(one)}, the rest of it gives {_brief(other)}; save the predictor again"
+        )
 
 
 def _brief(text: str) -> str:
@@ -231,12 +250,25 @@ def restore(path: str | Path, score: Any = None) -> Predictor:
         if model is not None:
             low, high = (0.0, 1.0) if seen is None else (seen.low, seen.high)
             identity = Identity(
-                model["fingerprint"], model["structure"], tuple(model["probe_shape"]), low, high, tensors.get("probe_outputs")
+                model["fingerprint"],
+                model["structure"],
+                tuple(model["probe_shape"]),
+                low,
+                high,
+                tensors.get("probe_outputs"),
             )
             _agree("probe_shape", list(identity.shape), list((seen and seen.shape) or identity.shape))
         predictor = Predictor(
-            task, {}, items, get_noise(manifest["noise"]), reference=held, identity=identity,
-            holdout_size=manifest["holdout_size"], inputs=seen, numerics=manifest["numerics"], provenance=manifest["provenance"],
+            task,
+            {},
+            items,
+            get_noise(manifest["noise"]),
+            reference=held,
+            identity=identity,
+            holdout_size=manifest["holdout_size"],
+            inputs=seen,
+            numerics=manifest["numerics"],
+            provenance=manifest["provenance"],
         )
         levels = dict(_level(entry, predictor) for entry in manifest["levels"])
         _agree("number of different levels", len(manifest["levels"]), len(levels))
@@ -259,8 +291,12 @@ def _level(entry: dict[str, Any], predictor: Predictor) -> tuple[Level, Calibrat
     saved = saved[0] if len(saved) == 1 else saved
     _agree("", entry, _entry(Calibrated(rule, saved), predictor))
     again = torch.tensor(rule.threshold(rule.read(predictor.items)), dtype=torch.float64)
-    if again.shape != saved.shape or not bool(((again == saved) | torch.isclose(again, saved, rtol=1e-12, atol=0)).all()):
-        raise InputError(f"the threshold {saved.tolist()} does not follow from the calibration scores ({again.tolist()})")
+    if again.shape != saved.shape or not bool(
+        ((again == saved) | torch.isclose(again, saved, rtol=1e-12, atol=0)).all()
+    ):
+        raise InputError(
+            f"the threshold {saved.tolist()} does not follow from the calibration scores ({again.tolist()})"
+        )
     # Another machine may round otherwise: the larger of the two keeps more labels.
     return (asked.alpha, asked.threat.epsilon), Calibrated(rule, torch.maximum(again, saved))
 
@@ -289,13 +325,21 @@ def load(
     if model is None:
         return predictor
     if predictor.identity is None:
-        return predictor.with_model(Smoother(model, predictor.noise, batch_size=batch_size, device=device, progress=progress))
+        return predictor.with_model(
+            Smoother(model, predictor.noise, batch_size=batch_size, device=device, progress=progress)
+        )
     with _malformed(path):
         numerics = predictor.numerics
         autocast = None if numerics["autocast"] is None else _AUTOCAST[numerics["autocast"]]
         smoother = Smoother(
-            model, predictor.noise, batch_size=batch_size, device=device, autocast=autocast,
-            channels_last=numerics["channels_last"], compile=numerics["compile"], progress=progress,
+            model,
+            predictor.noise,
+            batch_size=batch_size,
+            device=device,
+            autocast=autocast,
+            channels_last=numerics["channels_last"],
+            compile=numerics["compile"],
+            progress=progress,
         )
         predictor.identity.refuse_other(smoother, fingerprint)
     return replace(predictor, smoother=smoother)

@@ -96,7 +96,9 @@ def calibrate(
     parts = _Parts(data, holdout, ids, seed, question.method.needs_holdout or len(smoothers) > 1)
     if len(smoothers) > 1:
         if not in_memory(data) and parts.given is None:
-            raise InputError("choosing among several (sigma, model) pairs reads the holdout once per pair: give it as holdout=")
+            raise InputError(
+                "choosing among several (sigma, model) pairs reads the holdout once per pair: give it as holdout="
+            )
         smoother = min(smoothers, key=lambda one: _expected_size(one, parts, question, seed, shape))
     else:
         smoother = smoothers[0]
@@ -174,11 +176,15 @@ def calibrate_outputs(
     rest[held] = False
     rows = rest.nonzero()[:, 0]
     collected = _Collected(
-        None if len(held) == 0 else Holdout(
+        None
+        if len(held) == 0
+        else Holdout(
             task_, values[held], known[held], task_.uniform(Stream(seed, "holdout"), keys[held].to(values.device))
         ),
         items_of(task_, values, known, rows, question.reading, Stream(seed, "calibration"), keys),
-        task_, task_.right(values[:, 0:1], known), unknown=int((known[rows] < 0).sum()) if task_.open_labels else 0,
+        task_,
+        task_.right(values[:, 0:1], known),
+        unknown=int((known[rows] < 0).sum()) if task_.open_labels else 0,
     )
     return _conclude(question, collected, added, where)
 
@@ -190,13 +196,17 @@ def items_of(
     parts = []
     for piece in pieces(outputs[rows]):
         some = rows[piece]
-        parts.append(task.items(outputs[some], truth[some], reading, task.uniform(stream, ids[some].to(outputs.device))))
+        parts.append(
+            task.items(outputs[some], truth[some], reading, task.uniform(stream, ids[some].to(outputs.device)))
+        )
     return joined_items(parts)
 
 
 def joined_items(parts: list[Items]) -> Items:
     """Items of several batches as one, on the CPU."""
-    weight = None if parts[0].weight is None else torch.cat([part.weight.cpu() for part in parts if part.weight is not None])
+    weight = (
+        None if parts[0].weight is None else torch.cat([part.weight.cpu() for part in parts if part.weight is not None])
+    )
     values = torch.cat([part.draws.values.cpu() for part in parts])
     return Items(Draws(values, parts[0].draws.unit), sum(part.points for part in parts), weight)
 
@@ -218,8 +228,15 @@ class Question:
 
     @classmethod
     def of(
-        cls, task: Task, method: str | Method, alpha: Any, epsilon: Any, norm: str | None, promise: Promise | None,
-        draws: int, calibration_draws: int | None,
+        cls,
+        task: Task,
+        method: str | Method,
+        alpha: Any,
+        epsilon: Any,
+        norm: str | None,
+        promise: Promise | None,
+        draws: int,
+        calibration_draws: int | None,
     ) -> Question:
         if draws < 1 or (calibration_draws is not None and calibration_draws < 1):
             raise InputError(f"expected at least 1 draw, got {draws} (calibration {calibration_draws})")
@@ -382,7 +399,9 @@ class _Collected:
     unknown: int = 0  # calibration points of classes that the model does not have
 
 
-def _collect(smoother: Smoother, parts: _Parts, question: Question, seed: int, only_holdout: bool = False) -> _Collected:
+def _collect(
+    smoother: Smoother, parts: _Parts, question: Question, seed: int, only_holdout: bool = False
+) -> _Collected:
     """One pass of the network over the data."""
     streams = {role: Stream(seed, role) for role in ("holdout", "calibration")}
     spans = {"holdout": range(question.holdout_draws), "calibration": range(question.calibration_draws)}
@@ -407,29 +426,32 @@ def _collect(smoother: Smoother, parts: _Parts, question: Question, seed: int, o
         if not warned:
             _warn_of_probabilities(outputs)
             warned = True
-        truth = task.check_truth(batch.labels, len(batch)).to(outputs.device)
+        known = task.check_truth(batch.labels, len(batch))
+        truth = known.to(outputs.device, non_blocking=True)
         good = task.right(outputs, truth)
         if good is not None:
             right.add(good)
             judged = True
         if stream.role == "holdout":
             held.add(outputs)
-            truths.append(truth.cpu())
-            keys.append(batch.ids.cpu())
+            truths.append(known)
+            keys.append(batch.ids)
             continue
         own = task.items(outputs, truth, question.reading, task.uniform(stream, batch.ids))
         items.append(own)
-        unknown += int((truth < 0).sum()) if task.open_labels else 0
+        unknown += int((known < 0).sum()) if task.open_labels else 0
         values.add(own.draws.values)
     holdout = None
     if truths:
         whole = held.whole()
-        holdout = Holdout(task, whole, torch.cat(truths), task.uniform(streams["holdout"], torch.cat(keys)))
+        holdout = Holdout(task, whole, torch.cat(truths), task.uniform(streams["holdout"], torch.cat(keys).cpu()))
     found = None
     if items:
         weights = [part.weight.cpu() for part in items if part.weight is not None]
         unit = items[0].draws.unit
-        found = Items(Draws(values.whole(), unit), sum(p.points for p in items), torch.cat(weights) if weights else None)
+        found = Items(
+            Draws(values.whole(), unit), sum(p.points for p in items), torch.cat(weights) if weights else None
+        )
     return _Collected(holdout, found, task, right.whole() if judged else None, inputs, shape, unknown)
 
 
@@ -438,7 +460,8 @@ def _warn_of_probabilities(outputs: Tensor) -> None:
         warnings.warn(
             "the model seems to return probabilities where logits are expected, so its scores are squeezed together and sets "
             "will be large; return logits, or the logarithm of the probabilities",
-            KeepcoverWarning, stacklevel=4,
+            KeepcoverWarning,
+            stacklevel=4,
         )
 
 
@@ -448,7 +471,10 @@ def _expected_size(smoother: Smoother, parts: _Parts, question: Question, seed: 
     assert collected.holdout is not None
     n = length(parts.data) or 10**6
     question = replace(question, task=collected.task)
-    rules = [question.method.fit(question.asked(level, smoother.noise, n, shape), collected.holdout) for level in question.levels]
+    rules = [
+        question.method.fit(question.asked(level, smoother.noise, n, shape), collected.holdout)
+        for level in question.levels
+    ]
     return sum(rule.estimated_size(collected.holdout) for rule in rules)
 
 
@@ -474,7 +500,8 @@ def _conclude(question: Question, collected: _Collected, noise: Noise, shape: An
             warnings.warn(
                 f"{rule.name} at alpha {level[0]:g}, epsilon {level[1]:g} can only return everything here; "
                 f"{_advice(rule, own)}more calibration points, a larger sigma or a smaller epsilon may help",
-                KeepcoverWarning, stacklevel=4,
+                KeepcoverWarning,
+                stacklevel=4,
             )
     holdout = collected.holdout
     return Predictor(
@@ -482,7 +509,9 @@ def _conclude(question: Question, collected: _Collected, noise: Noise, shape: An
         levels,
         _unordered(items),
         noise,
-        reference=None if question.method.transform is None or holdout is None else holdout.reference.sort().values.cpu(),
+        reference=None
+        if question.method.transform is None or holdout is None
+        else holdout.reference.sort().values.cpu(),
         holdout_size=0 if holdout is None else len(holdout),
         inputs=collected.inputs,
         provenance=_provenance(),
@@ -493,7 +522,10 @@ def _refuse_what_is_missed_anyway(calibrated: Calibrated, unknown: int, n: int, 
     """A class that the model does not have is in no set: a threshold that counts its points as covered promises too much."""
     rule = calibrated.rule
     worst = torch.full((1, rule.test_draws), torch.inf if rule.reading.order else 1.0)
-    draws = Draws(worst if rule.transform is None else rule.transform(worst), unit=not rule.reading.order or rule.transform is not None)
+    draws = Draws(
+        worst if rule.transform is None else rule.transform(worst),
+        unit=not rule.reading.order or rule.transform is not None,
+    )
     if unknown and bool((rule.test_statistic(draws, torch.zeros(1)) <= calibrated.threshold).any()):
         raise InputError(
             f"{unknown} of {n} calibration points have a label that the model does not know, and its sets miss every such query: "
@@ -523,7 +555,8 @@ def _warn_of_accuracy(accuracy: float, classes: int, noise: Noise) -> None:
         warnings.warn(
             f"the model is right on only {accuracy:.1%} of noisy draws under {noise}, so sets will be large; train or fine-tune "
             "it under this noise, or choose less noise",
-            KeepcoverWarning, stacklevel=4,
+            KeepcoverWarning,
+            stacklevel=4,
         )
 
 

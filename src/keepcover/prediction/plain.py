@@ -76,7 +76,14 @@ def split_conformal(
     else:
         known, values, given = as_logits(known), as_logits(values), asked
     predictor = calibrate_outputs(
-        known[:, None], calibration[1], epsilon=0.0, sigma=0.0, alpha=alpha, method="cp", score=given, class_names=class_names,
+        known[:, None],
+        calibration[1],
+        epsilon=0.0,
+        sigma=0.0,
+        alpha=alpha,
+        method="cp",
+        score=given,
+        class_names=class_names,
         seed=seed,
     )
     return predictor.predict_outputs(values[:, None], seed=seed)

@@ -159,12 +159,15 @@ class Predictor:
         found, used = (self._early if early_exit else self._all)(images, self._wanted(level, nested), ids, seed)
         return self.task.sets(reduce(self.task.union, found.values()), self.at(*level).guarantee, used)
 
-    def predict_all(self, images: Any, *, nested: bool = False, ids: Any = None, seed: int | None = None) -> dict[Level, Any]:
+    def predict_all(
+        self, images: Any, *, nested: bool = False, ids: Any = None, seed: int | None = None
+    ) -> dict[Level, Any]:
         """Sets for every (alpha, epsilon) from one pass of the network."""
         found, _ = self._all(images, list(self.levels), ids, seed)
         return {
             level: self.task.sets(
-                reduce(self.task.union, (found[other] for other in self._wanted(level, nested))), self.at(*level).guarantee
+                reduce(self.task.union, (found[other] for other in self._wanted(level, nested))),
+                self.at(*level).guarantee,
             )
             for level in self.levels
         }
@@ -265,16 +268,22 @@ class Predictor:
                 found[level].add(inside)
         return {level: kept.whole() for level, kept in found.items()}, None
 
-    def _early(self, images: Any, wanted: list[Level], ids: Any, seed: int | None) -> tuple[dict[Level, Tensor], Tensor]:
+    def _early(
+        self, images: Any, wanted: list[Level], ids: Any, seed: int | None
+    ) -> tuple[dict[Level, Tensor], Tensor]:
         smoother, stream = self.running, Stream(fresh_seed() if seed is None else seed, "test")
-        vote = Vote.of(*zip(*((self.levels[level].rule, self.levels[level].threshold) for level in wanted), strict=True))
+        vote = Vote.of(
+            *zip(*((self.levels[level].rule, self.levels[level].threshold) for level in wanted), strict=True)
+        )
         total = length(images)
         found, used = {level: Gathered(total) for level in wanted}, Gathered(total)
         # Many images at a time: those still open after a stage must fill the next one's forward passes.
         together = max(256, 16 * smoother.most_rows // vote.stages[-1].stop)
         with Bar("smoothing", total, smoother.progress) as bar:
             for batch in batches(self._checked(images), ids, size=together):
-                for level, inside in zip(wanted, self._voted(batch.to(smoother.device), vote, stream, used), strict=True):
+                for level, inside in zip(
+                    wanted, self._voted(batch.to(smoother.device), vote, stream, used), strict=True
+                ):
                     found[level].add(inside)
                 bar.advance(len(batch))
         return {level: kept.whole() for level, kept in found.items()}, used.whole()

@@ -23,7 +23,6 @@ from keepcover.bounds import conformal_rank, exact_level
 from keepcover.errors import InputError
 from keepcover.noise import Threat
 
-
 MARGINAL = (
     "The promise is marginal and per query: not per class, not simultaneous over several alpha or epsilon, not for a level "
     "picked after seeing sets, and not for the best of many repeated queries."

@@ -2,11 +2,41 @@
 
 from keepcover.scores.draws import Draws, Items, Reading
 from keepcover.scores.scores import (
-    APS, HPS, RAPS, SCORES, CustomScore, Score, aps, as_logits, get_score, hps, log_odds, log_odds_of, raps, top_label,
+    APS,
+    HPS,
+    RAPS,
+    SCORES,
+    CustomScore,
+    Score,
+    aps,
+    as_logits,
+    get_score,
+    hps,
+    log_odds,
+    log_odds_of,
+    raps,
+    top_label,
 )
 from keepcover.scores.transforms import PTT, Steps
 
 __all__ = [
-    "APS", "HPS", "PTT", "RAPS", "SCORES", "CustomScore", "Draws", "Items", "Reading", "Score", "Steps", "aps", "as_logits",
-    "get_score", "hps", "log_odds", "log_odds_of", "raps", "top_label",
+    "APS",
+    "HPS",
+    "PTT",
+    "RAPS",
+    "SCORES",
+    "CustomScore",
+    "Draws",
+    "Items",
+    "Reading",
+    "Score",
+    "Steps",
+    "aps",
+    "as_logits",
+    "get_score",
+    "hps",
+    "log_odds",
+    "log_odds_of",
+    "raps",
+    "top_label",
 ]

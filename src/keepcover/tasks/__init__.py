@@ -28,5 +28,13 @@ def get_task(task: str | Task, **options: Any) -> Task:
 
 
 __all__ = [
-    "TASKS", "Classification", "Evaluation", "PredictionSets", "Proportion", "Sets", "Spread", "Task", "get_task",
+    "TASKS",
+    "Classification",
+    "Evaluation",
+    "PredictionSets",
+    "Proportion",
+    "Sets",
+    "Spread",
+    "Task",
+    "get_task",
 ]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from numpy import ndarray
 from torch import Tensor
@@ -16,7 +15,7 @@ from keepcover.guarantee import Guarantee
 from keepcover.noise import Stream
 from keepcover.noise.stream import probes
 from keepcover.scores import SCORES, CustomScore, Draws, Items, Reading, Score, get_score, top_label
-from keepcover.scores.draws import joined, pieces
+from keepcover.scores.draws import joined, on_device, pieces
 from keepcover.tasks.base import Rule, Task
 from keepcover.tasks.metrics import check_labels
 from keepcover.tasks.sets import PredictionSets
@@ -67,7 +66,9 @@ class Classification(Task):
 
     @property
     def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
-        closed = "The true label is one of the classes that the model has: a query of another class is missed by every set."
+        closed = (
+            "The true label is one of the classes that the model has: a query of another class is missed by every set."
+        )
         return () if self.open_labels else (closed,)
 
     @property
@@ -84,7 +85,9 @@ class Classification(Task):
         if self.classes not in (None, classes):
             raise InputError(f"the predictor was calibrated on {self.classes} classes, the model returned {classes}")
         if self.class_names is not None and len(self.class_names) != classes:
-            raise InputError(f"expected {classes} class names, one per output of the model, got {len(self.class_names)}")
+            raise InputError(
+                f"expected {classes} class names, one per output of the model, got {len(self.class_names)}"
+            )
         return self if self.classes == classes else replace(self, classes=classes)
 
     def check_truth(self, truth: Any, n: int) -> Tensor:
@@ -126,7 +129,7 @@ class Classification(Task):
         return self._score.support(scores)
 
     def inside(self, summary: Tensor, rule: Rule, threshold: Tensor) -> Tensor:
-        return summary <= threshold.to(summary.device)
+        return summary <= on_device(threshold, summary)
 
     def sizes(self, inside: Tensor) -> Tensor:
         return inside.sum(dim=1)
@@ -158,7 +161,10 @@ class Classification(Task):
     def config(self) -> dict[str, Any]:
         names = None if self.class_names is None else list(self.class_names)
         return {
-            "name": self.name, "score": self._score.config(), "classes": self.classes, "class_names": names,
+            "name": self.name,
+            "score": self._score.config(),
+            "classes": self.classes,
+            "class_names": names,
             "open_labels": self.open_labels,
         }
 
@@ -185,6 +191,7 @@ def exceedances(rows: Tensor, thresholds: ndarray) -> Tensor:
     """How many rows ``[r, N]`` exceed each threshold in exactly j of their draws, flat ``[thresholds * (N + 1)]``.
 
     Example:
+        >>> import numpy as np
         >>> exceedances(torch.tensor([[0.1, 0.9], [0.2, 0.3]]), np.array([0.5, np.inf])).view(2, 3)
         tensor([[1, 1, 0],
                 [2, 0, 0]])

@@ -20,13 +20,12 @@ from keepcover.engine.progress import Report
 from keepcover.errors import InputError
 from keepcover.files import check_folder, write_file
 from keepcover.guarantee import warn_of_coverage
-from keepcover.methods.base import Setting
-from keepcover.methods.exact import Exact
-from keepcover.methods.holdout import Holdout
+from keepcover.methods import Asked, Exact, Holdout
+from keepcover.methods.exact import HullRule
 from keepcover.models.checkpoints import weights_bytes
 from keepcover.models.heads import head_bytes, last_linear
-from keepcover.scores.draws import Draws
-from keepcover.scores.scores import log_odds
+from keepcover.noise import Gaussian, Threat
+from keepcover.tasks import Classification
 from keepcover.training.bank import FeatureBank
 from keepcover.training.base import check_logits, hardware
 from keepcover.training.conformal import ConformalLoss, ExactRCT
@@ -122,16 +121,15 @@ class ConformalRequest:
 
 
 @torch.no_grad()
-def matched_rule(model: nn.Module, bank: FeatureBank, request: ConformalRequest) -> Exact:
+def matched_rule(model: nn.Module, bank: FeatureBank, request: ConformalRequest) -> HullRule:
     """The exact rule with the smallest sets for as many draws as training averages over, chosen on training images."""
     _, head = last_linear(model)
     some = slice(0, min(len(bank), 2000))
     logits = head.to(bank.device)(bank.features[some, 0].float())
-    scores = Draws(log_odds(logits).transpose(1, 2).contiguous().cpu())
-    holdout = Holdout(scores, bank.labels[some].cpu())
-    copies, classes = request.copies, logits.shape[2]
-    setting = Setting(request.alpha, request.epsilon, request.sigma, copies, len(bank), classes, copies)
-    return Exact.fit(setting, holdout)
+    task = Classification().seen(logits)
+    holdout = Holdout(task, logits.cpu(), bank.labels[some].cpu())
+    threat = Threat(Gaussian(request.sigma), request.epsilon)
+    return Exact().fit(Asked(request.alpha, threat, request.copies, len(bank), task.classes), holdout)
 
 
 def train_conformal(

@@ -190,8 +190,9 @@ class Material:
     def noisy(self, origin: Origin, draws: int) -> Source:
         """Noisy outputs of the test images: CIFAR's in memory, ImageNet's from the network as they are asked for."""
         if origin.dataset == "imagenet":
+            data = self.imagenet()
             smoother = self.smoother(self.model(origin), origin.sigma, self.compile)
-            return Network(smoother, self.imagenet(), draws, Stream(self.seed, "test"))
+            return Network(smoother, data, draws, Stream(self.seed, "test"))
         return InMemory(self.logits(origin, draws), self.dataset(origin.dataset).labels, get_noise(origin.sigma))
 
     def attacked(self, origin: Origin, epsilon: float, draws: int) -> Attacked:
@@ -203,7 +204,7 @@ class Material:
             moved, model = self.attack(origin, *some.pair, chosen, epsilon), self.model(origin)
             if isinstance(data, ImageFolder):
                 smoother = self.smoother(model, origin.sigma, self.compile)
-                found = Network(smoother, moved, draws, stream, chosen)
+                found = Network(smoother, moved, draws, stream, chosen, labelled=False)
             else:  # through float16 features and the same head, as the clean outputs go through the store
                 _, head = last_linear(model)
                 smoother = self.smoother(backbone(model), origin.sigma, self.compile)

@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.cli.runner import as_json, refused, run
 
 from keepcover import cli
 from keepcover.models import SmallCNN, load_head, load_weights
 from keepcover.specs import load_parts
 from keepcover.training.base import noisy_accuracy
-
-from .test_cli import as_json, refused, run
 
 BASE = ["train", "base", "--sigma", "0.25"]
 ATTACK = ["--sigma", "0.25", "--epsilon", "0.125"]
@@ -181,7 +180,7 @@ def test_killed_and_resumed_is_as_if_never_killed(own: Path) -> None:
     All in processes with the same threads: another number of them adds up in another order.
     """
     words = [*BASE, "--model", "own_nets:make", "--epochs", "30", "--checkpoint-seconds", "0"]
-    source = Path(__file__).resolve().parents[1] / "src"
+    source = Path(__file__).resolve().parents[2] / "src"
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(own), str(source)]),

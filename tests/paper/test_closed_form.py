@@ -19,8 +19,8 @@ from matplotlib import pyplot
 from numpy import ndarray
 from scipy.special import expit, ndtri
 
-from keepcover.bounds.bounds import gaussian_shift
 from keepcover.errors import InputError
+from keepcover.noise import Gaussian
 from keepcover.pages import plots
 from keepcover.paper import closed_figures
 from keepcover.paper.closed_form import (
@@ -43,8 +43,7 @@ from keepcover.paper.closed_form import (
 )
 from keepcover.paper.piecewise import Score, Smoothed
 from keepcover.scores.transforms import sigmoid
-
-from .test_piecewise import Parts, expectation, monotone_scores, patient, sigmas
+from tests.paper.scores import Parts, expectation, monotone_scores, patient, sigmas
 
 alphas = st.sampled_from([0.01, 0.1, 0.3, 0.5, 0.9])
 
@@ -309,7 +308,7 @@ def test_inflating_tau_is_the_gaussian_shift_of_the_mean() -> None:
     """The library's certificates shift E S itself; the closed form adds r to Phi^-1 of it. One edge, two ways."""
     h, r = Smoothed(HPS, 0.1), 0.1
     (edge,) = h.crossings(threshold(h, 0.1) + r, LOW, HIGH)
-    shifted = gaussian_shift(expectation(HPS, 0.1, -0.05), r)
+    shifted = Gaussian(0.1).up(expectation(HPS, 0.1, -0.05), epsilon=0.1 * r)
     assert expectation(HPS, 0.1, edge) == pytest.approx(float(shifted), abs=1e-10)
 
 

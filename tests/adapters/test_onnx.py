@@ -13,20 +13,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from keepcover.attacks.attacks import transfer
 from torch import Tensor, nn
 
 from keepcover import calibrate, fingerprint, load
 from keepcover.adapters import OnnxClassifier
 from keepcover.adapters.onnx_files import external_files
 from keepcover.attacks import audit
-from keepcover.attacks.attacks import transfer
 from keepcover.errors import InputError
 from keepcover.models import SmallCNN
 from keepcover.scores.scores import APS, HPS
 from keepcover.specs import load_model
 from keepcover.training import fit_under_noise
-
-from .test_smoothing import SHAPE, nearest, toy
+from tests.toys import SHAPE, nearest, toy
 
 onnx = pytest.importorskip("onnx", reason="ONNX models are built with onnx: pip install '.[test]'")
 pytest.importorskip("onnxruntime", reason="ONNX models run in onnxruntime: pip install '.[onnx]'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,24 +15,32 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from keepcover.cli import main
 from keepcover.data import cifar
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError
-from keepcover.evaluation.splits import evaluate_requests
-from keepcover.models import CifarResNet, ResNet50, last_linear
+from keepcover.evaluation import Attacked, InMemory, Row, evaluate_entries
+from keepcover.models import CifarResNet, ResNet50, backbone, last_linear
 from keepcover.models.heads import head_bytes
-from keepcover.noise.stream import Stream
+from keepcover.noise import Gaussian, Stream
+from keepcover.paper.reproduce import __main__ as plain
 from keepcover.paper.reproduce import show
-from keepcover.paper.reproduce.cells import Source
+from keepcover.paper.reproduce.cells import Cell, Origin, head_name
 from keepcover.paper.reproduce.figures import figures
 from keepcover.paper.reproduce.material import Material
 from keepcover.paper.reproduce.paper import tables
 from keepcover.paper.reproduce.run import Run, catalogue, chosen, write_page
-from keepcover.paper.reproduce.runner import capped
-from keepcover.paper.train_heads import head_name
+from keepcover.paper.reproduce.runner import capped, compute, rows_of
 
 N, CLASSES = 180, {"cifar10": 10, "cifar100": 100}
+
+
+def _network(classes: int) -> CifarResNet:
+    """Untrained but opinionated: its last layer is scaled up, so that sets have different sizes."""
+    torch.manual_seed(0)
+    model = CifarResNet(8, classes).eval()
+    with torch.no_grad():
+        last_linear(model)[1].weight.mul_(100)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +55,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ("cifar100", "cifar-100-binary", "test.bin", 2),
     ):
         rows = random.integers(0, 256, (N, label_bytes + 3072), dtype=np.uint8)
-        rows[:, :label_bytes] %= CLASSES[name]
+        images = torch.from_numpy(rows[:, label_bytes:]).view(N, 3, 32, 32) / 255
+        rows[:, label_bytes - 1] = _network(CLASSES[name])(images).argmax(dim=1).numpy()  # what it can predict
+        rows[:, 0] %= CLASSES[name]
         (data / folder).mkdir(parents=True)
         rows.tofile(data / folder / file)
-    sources = {cell.source for table in tables().values() for cell in table.cells if table.name != "table2"}
+    sources = {cell.origin for table in tables().values() for cell in table.cells if table.name != "table2"}
     for dataset, weights in {(s.dataset, s.weights) for s in sources if s.dataset != "imagenet"}:
-        torch.manual_seed(0)
-        model = CifarResNet(8, CLASSES[dataset])
+        model = _network(CLASSES[dataset])
         state = {name: value for name, value in model.state_dict().items() if not name.startswith("normalize")}
         save_file(state, models / f"{weights}.safetensors")
         for source in sorted(sources, key=str):
@@ -111,7 +121,7 @@ def test_every_table_has_what_goes_beyond_the_paper(name: str) -> None:
     table = tables()[name]
     places = [(cell.row, cell.column) for cell in table.cells]
     assert len(places) == len(set(places))
-    assert any("exact" in cell.request.method for cell in table.cells)
+    assert any("exact" in cell.entry.method.name for cell in table.cells)
     if name not in ("table3", "draws-cifar100", "draws-imagenet", "bank") and not name.startswith("heads"):
         rows = set(table.rows)
         assert {"exact, 1 draw", "exact, 4 draws", "exact, 16 draws", "exact, 64 draws", "exact, 256 draws"} <= rows
@@ -122,7 +132,7 @@ def test_fewer_draws_are_said() -> None:
     """A row never claims draws it did not have: it is renamed, or left out where its place names its draws."""
     for table in tables().values():
         for cell in capped(table.cells, 4):
-            draws = cell.request.draws or 0
+            draws = cell.entry.draws or 0
             assert draws <= 4
             if "draw" in cell.row:
                 assert f"{draws} draw" in cell.row
@@ -138,14 +148,14 @@ def test_settings_are_the_papers() -> None:
     """RCT heads are those of the cell's own epsilon; sigma is twice epsilon where the table says so."""
     for table in tables().values():
         for cell in table.cells:
-            if cell.source.head == "rct":
-                assert cell.source.epsilon == cell.request.epsilon
+            if cell.origin.head == "rct":
+                assert cell.origin.epsilon == cell.entry.epsilon
             if table.name == "epsilon":
-                assert cell.source.sigma == 2 * cell.request.epsilon
+                assert cell.origin.sigma == 2 * cell.entry.epsilon
             if table.name == "sigma":
-                assert cell.request.epsilon == 0.125
-            if cell.source.dataset == "imagenet":
-                assert (cell.source.sigma, cell.request.epsilon) == (0.5, 0.25)
+                assert cell.entry.epsilon == 0.125
+            if cell.origin.dataset == "imagenet":
+                assert (cell.origin.sigma, cell.entry.epsilon) == (0.5, 0.25)
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
@@ -184,24 +194,68 @@ def test_all_of_cifar_runs_and_draws(
     assert "(paper 2.294 ± 0.051)" in (tmp_path / "out" / "table1.md").read_text()
 
 
-def test_cells_are_what_the_method_gives_on_the_networks_own_logits(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """A row from stored features and a head equals the method on logits of the whole network, up to float16."""
+def expect(row: dict[str, Any], want: Row, **near: float) -> None:
+    """A written row is this row, up to how many labels and points rounding may decide otherwise."""
+    assert (row["method"], row["score"], row["transform"]) == (want.method, want.guarantee.score, want.transform)
+    assert (row["draws"], row["attack"]) == (want.guarantee.draws, want.attack)
+    assert row["size"]["mean"] == pytest.approx(want.size.mean, **near)
+    assert row["coverage"]["mean"] == pytest.approx(want.coverage.mean, abs=0.03)
+
+
+@pytest.mark.parametrize("head", ["base", "rct"])
+def test_cells_are_what_the_method_gives_on_the_networks_own_logits(
+    folders: tuple[Path, Path], tmp_path: Path, head: str
+) -> None:
+    """A row from stored features and a head is the method on the same network run as one, with float16 features."""
     job = run(folders, tmp_path)
-    (path,) = job.reproduce(["conservativeness"], "")
-    data = cifar("cifar10", folders[0], "test")
-    model = job.material.model(Source("cifar10", 0.25))
-    logits = Smoother(model, 0.25, progress=False).logits(data.images, 4, Stream(0, "test"))
-    requests = [cell.request for cell in capped(tables()["conservativeness"].cells, 4)]
-    want = evaluate_requests(logits, data.labels, requests, sigma=0.25, splits=2, holdout=40)
-    for row, (clean,) in zip(json.loads(path.read_text())["rows"], want, strict=True):
-        assert row["method"] == clean.method
-        assert row["size"]["mean"] == pytest.approx(clean.size.mean, abs=0.15)
+    origin = Origin("cifar10", 0.25, head, 0.125 if head == "rct" else 0.0)
+    cells = [cell for cell in capped(tables()["heads-cifar10"].cells, 4) if cell.origin == origin]
+    known: dict[Any, Row] = {}
+    compute(cells, job.material, known, splits=2, most=4, say=lambda _: None)
+    data, model = cifar("cifar10", folders[0], "test"), job.material.model(origin)
+    noisy = Smoother(model, 0.25, channels_last=True, progress=False).logits(data.images, 4, Stream(0, "test"))
+    features = Smoother(backbone(model), 0.25, channels_last=True).logits(data.images, 4, Stream(0, "test"))
+    with torch.inference_mode():
+        logits = last_linear(model)[1](features.half().float())
+    torch.testing.assert_close(logits, noisy, rtol=0.02, atol=0.02 * float(noisy.abs().max()))
+    entries = list(dict.fromkeys(cell.entry for cell in cells))
+    want = evaluate_entries(InMemory(logits, data.labels, Gaussian(0.25)), entries, splits=2, holdout=40)
+    rows = rows_of(cells, tables()["heads-cifar10"], known)
+    by_entry = dict(zip(entries, want, strict=True))
+    for cell, row in zip(cells, rows, strict=True):
+        expect(row, by_entry[cell.entry][0], abs=0.05)
+    sizes = {round(row["size"]["mean"], 1) for row in rows}
+    assert len(sizes) > 2  # rows that are all alike would agree with anything
+
+
+def test_the_attack_of_a_table_is_smoothadv_on_its_own_network(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Attacked rows are those of images moved on that network, under the noise of their positions."""
+    job = run(folders, tmp_path)
+    (path,) = job.reproduce(["smoothadv-cifar10"], "")
+    m, origin = job.material, Origin("cifar10", 0.25)
+    data, chosen = cifar("cifar10", folders[0], "test"), m.victims(N)
+    assert len(set(chosen.tolist())) == 20
+    moved = m.attack(origin, data.images[chosen], data.labels[chosen], chosen, 0.125)
+    lengths = (moved - data.images[chosen]).flatten(1).norm(dim=1)
+    assert float(lengths.max()) <= 0.125
+    assert float(lengths.min()) > 0.1
+    smoother = Smoother(m.model(origin), 0.25, channels_last=True, progress=False)
+    hit = InMemory(smoother.logits(moved, 4, Stream(0, "test"), chosen), data.labels[chosen], Gaussian(0.25))
+    clean = InMemory(smoother.logits(data.images, 4, Stream(0, "test")), data.labels, Gaussian(0.25))
+    cells = capped(tables()["smoothadv-cifar10"].cells, 4)
+    mine = [(cell, row) for cell, row in zip(cells, json.loads(path.read_text())["rows"], strict=True)]
+    mine = [(cell, row) for cell, row in mine if cell.origin == origin]
+    attacked = Attacked("SmoothAdv", chosen, hit)
+    want = evaluate_entries(clean, [cell.entry for cell, _ in mine], splits=2, holdout=40, attacked=attacked)
+    for (_, row), (_, expected) in zip(mine, want, strict=True):
+        expect(row, expected, abs=0.25)  # of about ten points
+    assert len({round(row["size"]["mean"], 1) for _, row in mine}) > 2
 
 
 def test_heads_share_the_features_of_their_backbone(folders: tuple[Path, Path], tmp_path: Path) -> None:
     """One store per backbone, whatever the heads; and a head gives its own logits."""
     m = material(folders, tmp_path)
-    base, rct = Source("cifar10", 0.25), Source("cifar10", 0.25, "rct", 0.125)
+    base, rct = Origin("cifar10", 0.25), Origin("cifar10", 0.25, "rct", 0.125)
     one, other = m.logits(base, 4), m.logits(rct, 4)
     assert not torch.allclose(one, other)
     assert len(list((tmp_path / "store").iterdir())) == 1
@@ -257,10 +311,28 @@ def test_imagenet_runs_on_any_folder_of_a_thousand_classes(tmp_path: Path) -> No
     assert {name for name in tables() if "imagenet" in tables()[name].datasets} == {*names, "draws-imagenet"}
     files = Run(m, tmp_path / "out", splits=2, draws=2, say=lambda _: None).reproduce(names, "")
     assert [path.stem for path in files] == names
+    # The same from logits in memory: the images are those that the seed chooses, the noise that of their positions.
+    origin, data = Origin("imagenet", 0.5), m.imagenet().load(progress=False)
+    smoother, chosen = Smoother(m.model(origin), 0.5, channels_last=True, progress=False), m.victims(54)
+    moved = m.attack(origin, data.images[chosen], data.labels[chosen], chosen, 0.25)
+    sources = {
+        False: InMemory(smoother.logits(data.images, 2, Stream(0, "test")), data.labels, Gaussian(0.5)),
+        True: InMemory(smoother.logits(moved, 2, Stream(0, "test"), chosen), data.labels[chosen], Gaussian(0.5)),
+    }
     for path in files:
-        for row in json.loads(path.read_text())["rows"]:
-            assert 0 < row["size"]["mean"] <= 1000
-            assert (row["attack"] == "SmoothAdv") == (path.stem == "smoothadv-imagenet")
+        cells: list[Cell] = capped(tables()[path.stem].cells, 2)
+        want = evaluate_entries(
+            sources[False],
+            [cell.entry for cell in cells],
+            splits=2,
+            holdout=14,
+            attacked=Attacked("SmoothAdv", chosen, sources[True]),
+        )
+        rows = json.loads(path.read_text())["rows"]
+        for cell, row, both in zip(cells, rows, want, strict=True):
+            expect(row, both[cell.attacked], rel=0.02)
+        assert {row["attack"] for row in rows} == {"SmoothAdv" if path.stem == "smoothadv-imagenet" else "none"}
+        assert len({round(row["size"]["mean"]) for row in rows}) > 2
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
@@ -300,18 +372,29 @@ def test_closed_forms_stand_beside_the_printed_digits() -> None:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", "--list", "--json"]) == 0
+Command = Callable[[list[str]], int]
+
+
+@pytest.fixture
+def command() -> Command:
+    pytest.importorskip("typer", reason="needs the cli extra")
+    from keepcover.cli import main
+
+    return main
+
+
+def test_the_list_names_everything(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["reproduce", "--list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert [entry["name"] for entry in listed] == list(catalogue())
-    assert main(["reproduce", "--list"]) == 0
+    assert command(["reproduce", "--list"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in catalogue())
 
 
-def test_closed_forms_need_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_closed_forms_need_nothing(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["one-dimensional", "failure-case", "sigmoid-cdf"]
-    assert main(["reproduce", *names, "--out", str(tmp_path / "out"), "--json"]) == 0
+    assert command(["reproduce", *names, "--out", str(tmp_path / "out"), "--json"]) == 0
     written = json.loads(capsys.readouterr().out)["files"]
     assert list(written) == names
     for files in written.values():
@@ -321,7 +404,7 @@ def test_closed_forms_need_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert str(tmp_path) not in json.dumps(manifest)
     page = tmp_path / "out" / "failure-case.html"
     page.unlink()
-    assert main(["reproduce", "all", "--draw-only", "--out", str(tmp_path / "out")]) == 0
+    assert command(["reproduce", "all", "--draw-only", "--out", str(tmp_path / "out")]) == 0
     assert page.is_file()
 
 
@@ -335,9 +418,22 @@ def test_closed_forms_need_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_what_cannot_be_is_refused(
-    words: list[str], match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Command, words: list[str], match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["reproduce", *words, "--out", str(tmp_path)]) == 2
+    assert command(["reproduce", *words, "--out", str(tmp_path)]) == 2
     assert match in capsys.readouterr().err
     with pytest.raises(InputError):
         chosen(["table9"])
+
+
+def test_without_the_extras_it_is_a_module(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """``python -m keepcover.paper.reproduce``: the same rows, and the command without folders of this machine."""
+    words = ["failure-case", "--data", str(folders[0]), "--out", str(tmp_path), "--splits", "3", "--device", "cpu"]
+    plain.main(words)
+    content = json.loads((tmp_path / "failure-case.json").read_text())
+    assert content["rows"] == figures()["failure-case"].compute(Material(None, None, tmp_path))
+    assert content["manifest"]["config"]["splits"] == 3
+    said = content["manifest"]["command"]
+    assert said.startswith("keepcover reproduce failure-case --")
+    assert "--splits 3" in said
+    assert str(tmp_path) not in said

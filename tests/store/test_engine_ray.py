@@ -17,12 +17,11 @@ from typing import Any
 
 import pytest
 from safetensors.torch import save_file
+from tests.cli.runner import arguments, chunks
 
 from keepcover.store import LogitStore
-
-from .test_smooth_cli import arguments, chunks
-from .test_smoothing import toy
-from .test_store import content
+from tests.store.test_store import content
+from tests.toys import toy
 
 pytestmark = pytest.mark.ray
 pytest.importorskip("ray", reason="needs pip install '.[ray]'")
@@ -77,7 +76,7 @@ class Run:
         self.notes.touch()
         self.root = place / out
         words = arguments(place, out, **{"model": "noted:make", "json": True, **options})
-        source = Path(__file__).resolve().parents[1] / "src"
+        source = Path(__file__).resolve().parents[2] / "src"
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(place), str(source)]),
@@ -268,7 +267,7 @@ print("RESULT", json.dumps(found))
 
 
 def script(place: Path, text: str, name: str) -> dict[str, Any]:
-    source = Path(__file__).resolve().parents[1] / "src"
+    source = Path(__file__).resolve().parents[2] / "src"
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(place), str(source)]),

@@ -30,8 +30,7 @@ from keepcover.errors import InputError
 from keepcover.models import CifarResNet, SmallCNN
 from keepcover.specs import load_model
 from keepcover.training import fit_under_noise
-
-from .test_smoothing import SHAPE, nearest, toy
+from tests.toys import SHAPE, nearest, toy
 
 CAL, TEST = toy(300, seed=1), toy(200, seed=3)
 BATCHES: dict[str, Any] = {

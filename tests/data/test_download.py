@@ -26,8 +26,7 @@ from keepcover.data import idx, known
 from keepcover.data.download import complete_forms, download, inventory
 from keepcover.data.known import File
 from keepcover.errors import InputError
-
-from .test_datasets import write_idx
+from tests.data.test_datasets import write_idx
 
 CONTENT = random.Random(0).randbytes(700_001)
 NAME = "cifar-10-binary.tar.gz"

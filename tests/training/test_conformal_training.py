@@ -15,7 +15,7 @@ from torch import nn
 from keepcover.data import Labelled, digits
 from keepcover.engine.fingerprint import fingerprint
 from keepcover.errors import InputError
-from keepcover.methods.exact import Exact
+from keepcover.noise import Gaussian, Threat
 from keepcover.models import SmallCNN, backbone, find_weights, last_linear, load_head, load_weights
 from keepcover.models.heads import check_head_is_last, head_bytes
 from keepcover.training import fit_under_noise
@@ -351,9 +351,9 @@ def test_the_matched_rule_is_certified(model: SmallCNN, bank: FeatureBank) -> No
     """The exact loss trains for a rule that the hull certifies at this alpha and r, with as many draws as copies."""
     asked = request("exact")
     rule, loss = matched_rule(model, bank, asked), asked.loss(model, bank)
-    assert isinstance(rule, Exact)
     assert isinstance(loss, ExactRCT)
-    assert (rule.setting.draws, rule.setting.r, rule.setting.alpha) == (8, 0.5, 0.1)
+    assert (rule.name, rule.asked.draws, rule.asked.alpha) == ("exact", 8, 0.1)
+    assert rule.asked.threat == Threat(Gaussian(asked.sigma), asked.epsilon)
     assert (loss.c, loss.kappa_count, loss.level) == (rule.c, rule.kappa, rule.level)
     assert 0 < loss.level < 0.1
 

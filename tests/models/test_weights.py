@@ -18,10 +18,9 @@ from keepcover.models import CifarResNet, last_linear, load_head, load_weights
 from keepcover.training.base import Recipe
 from keepcover.training.heads import HeadRecipe
 from keepcover.training.run import ConformalRequest
+from tests.conftest import ASSETS
 
-from .conftest import ASSETS
-
-FOLDER = Path(__file__).resolve().parents[1] / "weights"
+FOLDER = Path(__file__).resolve().parents[2] / "weights"
 CARDS: dict[str, dict[str, Any]] = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 BASES = [name for name, card in CARDS.items() if "base" not in card]
 HEADS = [name for name, card in CARDS.items() if "base" in card]

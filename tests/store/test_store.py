@@ -26,14 +26,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, KeepcoverWarning
-from keepcover.evaluation.splits import evaluate_methods
+from keepcover.evaluation import evaluate
 from keepcover.noise.stream import Stream
 from keepcover.sealing import HEADER_MARK, JSON_MARK, seal
 from keepcover.store import Chunk, LogitStore, StoreKey, StoreReader, data_fingerprint, folder, read_logits
 from keepcover.store.grid import Grid
 from keepcover.store.logits_file import read_arrays
-
-from .test_smoothing import network, toy
+from tests.toys import network, toy
 
 IMAGES, CLASSES, SIGMA = 23, 3, 0.25
 patient = settings(deadline=None, derandomize=True, max_examples=100)
@@ -242,7 +241,7 @@ def test_evaluation_of_a_store_is_that_of_its_logits(tmp_path: Path) -> None:
     store.fill(run, (images, labels), 8)
     ask = {"sigma": SIGMA, "epsilon": 0.05, "splits": 2, "holdout": 30, "methods": ["exact", "rscp"]}
     logits = run.logits(images, 8, Stream(3, "test")).half()
-    assert evaluate_methods(store.read(), store.labels, **ask) == evaluate_methods(logits, labels, **ask)
+    assert evaluate(store, **ask) == evaluate(logits, labels, **ask)
 
 
 # -- appending ---------------------------------------------------------------------------------------------------------
@@ -777,7 +776,7 @@ def test_data_are_the_same_however_they_are_batched_but_not_in_another_order() -
     [
         ({"model": Pixels(2.0)}, "for model"),
         ({"model": nn.Sequential(Pixels())}, "for model"),
-        ({"sigma": 0.5}, "for sigma 0.25, not 0.5"),
+        ({"noise": 0.5}, "for noise gaussian:0.25, not gaussian:0.5"),
         ({"autocast": torch.bfloat16}, "for autocast None, not bfloat16"),
         ({"channels_last": True}, "for channels_last"),
         ({"data": (DATA[0] + 0.01, DATA[1])}, "for data"),
@@ -786,7 +785,7 @@ def test_data_are_the_same_however_they_are_batched_but_not_in_another_order() -
     ],
 )
 def test_a_store_is_never_filled_with_something_else(change: dict[str, Any], match: str, whole: Path) -> None:
-    options = {"model": Pixels(), "sigma": SIGMA, "data": DATA, **change}
+    options = {"model": Pixels(), "noise": SIGMA, "data": DATA, **change}
     data = options.pop("data")
     with pytest.raises(InputError, match=match):
         LogitStore.at(whole).fill(Smoother(**options, progress=False), data, 8)
@@ -822,7 +821,7 @@ def test_one_root_holds_many_stores(tmp_path: Path) -> None:
     for seed in (0, 1):
         make(tmp_path, 2, seed=seed)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert [name.rsplit("-", 1)[0] for name in names] == ["Pixels-sigma0.25-seed0", "Pixels-sigma0.25-seed1"]
+    assert [name.rsplit("-", 1)[0] for name in names] == ["Pixels-gaussian0.25-seed0", "Pixels-gaussian0.25-seed1"]
     with pytest.raises(InputError, match=f"several stores, name one of {names[0]}, {names[1]}"):
         LogitStore.at(tmp_path)
     for seed, name in enumerate(names):

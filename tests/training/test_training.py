@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.training import fit_under_noise
 from keepcover.training.base import padded_bytes
-
-from .test_smoothing import toy
+from tests.toys import toy
 
 
 def fresh(seed: int = 0) -> nn.Sequential:
