@@ -15,18 +15,18 @@ from keepcover.errors import InputError
 from keepcover.methods import METHODS
 
 COMMANDS = (
-    demo,
-    plan,
-    evaluate,
     audit,
+    data,
+    demo,
+    evaluate,
+    explore,
+    plan,
     predictor,
+    reproduce,
+    serve,
     smooth,
     train,
-    data,
-    serve,
-    explore,
-    reproduce,
-)  # in the help's order
+)  # importing one registers it
 
 
 def every_command() -> list[tuple[tuple[str, ...], Any]]:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 @ui.app.command()
 def audit(
-    context: typer.Context,
     model: ui.ModelSpec = "small-cnn",
     weights: ui.Weights = None,
     model_output: ui.ModelOutput = "logits",
@@ -74,6 +73,8 @@ def audit(
     digits and audits that. A model without gradients (ONNX, scikit-learn) is attacked with `--attack random` or through a
     `--surrogate`.
     """
+    asked = {name: value.name if isinstance(value, Path) else value for name, value in locals().items()}
+
     from keepcover.attacks import audit as attack_predictors
     from keepcover.attacks import transfer
     from keepcover.evaluation.manifest import manifest
@@ -139,11 +140,7 @@ def audit(
             "wall-clock": f"{seconds:.0f} s",
         }
         page = audit_page(result, about, origin=facts).write(folder / "audit.html", figures)
-        config = {key: value.name if isinstance(value, Path) else value for key, value in context.params.items()}
-        written = {
-            **result.to_dict(),
-            "manifest": manifest(ui.command_line(), {**config, "noise": added.spec}, seconds),
-        }
+        written = {**result.to_dict(), "manifest": manifest(ui.command_line(), {**asked, "noise": added.spec}, seconds)}
         write_file(folder / "audit.json", json.dumps(written, indent=1).encode())
     if as_json:
         ui.print_json({**result.to_dict(), "report": str(page) if page else None})
@@ -203,7 +200,7 @@ def _calibrated(
     # One draw that certifies nothing needs no noise, where its absence is attacked in the same norm.
     clean = method.draw_rule == "one" and not method.certified and noise.check_norm(shared["norm"]) in Gaussian.norms
     spent = 1 if clean else draws[0] if method.compares_only else draws[1]
-    say(f"calibrating {name} ({spent} draws)")
+    say(f"calibrating {name} ({method.draws_used(spent, spent)[0]} draws)")
     return calibrate(
         Smoother(model, Gaussian(0.0) if clean else noise, device=device),
         calibration.pair,

@@ -56,6 +56,7 @@ def evaluate(
     from keepcover.files import check_folder, check_place
     from keepcover.store import StoreReader
     from keepcover.store.logits_file import read_arrays
+    from keepcover.tasks import Classification
 
     start = time.monotonic()
     if report is not None:
@@ -87,7 +88,7 @@ def evaluate(
             alpha=alpha,
             methods=chosen,
             transforms=("none", "ptt") if transform == "both" else (transform,),
-            score=score,
+            task=Classification(score, names),
             draws=draws,
             calibration_draws=calibration_draws,
             splits=splits,

@@ -55,7 +55,7 @@ def plan(
         ui.print_json({**request, "plans": [p.to_dict() for p in plans]})
         return
 
-    def cell(value: float | None, form: str = "d") -> str:
+    def cell(value: float | int | None, form: str = "d") -> str:
         return "-" if value is None else format(value, form)
 
     ui.print_table(
