@@ -1,16 +1,11 @@
-"""Noisy logits from any framework, evaluated without a network: the file format is two arrays."""
-
-import tempfile
-from pathlib import Path
+"""Noisy logits from any framework: compare methods on them and calibrate a predictor, without running a network again."""
 
 import torch
-from safetensors.torch import save_file
 
-from keepcover.cli import main
+import keepcover
 from keepcover.data import digits
-from keepcover.engine.smoother import Smoother
 from keepcover.models import SmallCNN
-from keepcover.noise.stream import Stream, fresh_seed
+from keepcover.noise import Stream, fresh_seed
 from keepcover.training import fit_under_noise
 
 torch.manual_seed(0)
@@ -18,11 +13,17 @@ train, rest = digits().split(800, -1)
 model = fit_under_noise(SmallCNN(), *train.pair, sigma=0.25)
 
 # Here keepcover draws the noise; any code will do that adds independent N(0, sigma^2) noise per image and draw.
-logits = Smoother(model, sigma=0.25).logits(rest.images, draws=16, stream=Stream(fresh_seed(), "test"))
+smoother = keepcover.Smoother(model, 0.25)
+logits = smoother.logits(rest.images, draws=16, stream=Stream(fresh_seed(), "test"))
+known, new = slice(0, 900), slice(900, None)
 
-with tempfile.TemporaryDirectory() as folder:
-    path = Path(folder) / "logits.safetensors"
-    save_file({"logits": logits.half(), "labels": rest.labels}, path)
-    raise SystemExit(
-        main(["evaluate", str(path), "--sigma", "0.25", "--epsilon", "0.125", "--holdout", "100", "--splits", "10"])
-    )
+rows = keepcover.evaluate(
+    logits[known], rest.labels[known], epsilon=0.125, sigma=0.25, methods=["cp", "rcp1", "exact"], splits=10, holdout=100
+)
+for row in rows:
+    print(f"{row.method:<8} size {row.size}   coverage {row.coverage}   {row.guarantee.draws} draws")
+
+predictor = keepcover.calibrate_outputs(logits[known], rest.labels[known], epsilon=0.125, sigma=0.25)
+sets = predictor.predict_outputs(logits[new])
+print(sets.guarantee)
+print(sets.measure(rest.labels[new]))
