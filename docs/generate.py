@@ -372,7 +372,7 @@ def collapse() -> str:
     return (
         f"On CIFAR-10, ordinary conformal sets that cover {clean['mean']:.1%} of clean images cover {hit['mean']:.1%} "
         f"[{hit['low']:.1%}, {hit['high']:.1%}] of the same images attacked within a radius of {row['epsilon']:g}. They promised 90 %, "
-        "for images that nobody touched."
+        "for images that no attacker has touched."
     )
 
 
