@@ -1,4 +1,4 @@
-"""The same application on Ray Serve: several replicas, several GPUs, one address. Needs ``pip install 'ray[serve]'``."""
+"""The same application on Ray Serve: several replicas, several GPUs, one address. Needs ``pip install '.[serve-ray]'``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ray_application(
     try:
         from ray import serve  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
-        raise InputError("replicas need Ray: pip install 'ray[serve]'") from None
+        raise InputError("replicas need Ray: pip install '.[serve-ray]' in a checkout") from None
 
     def build() -> FastAPI:
         return deployment.build()
