@@ -134,15 +134,15 @@ def installs(text: str) -> list[str]:
     A sentence may name another extra of the checkout without repeating the command: ``'.[demo]'``.
     """
     found: list[str] = re.findall(r"(?<![\w/])'(\.\[[\w,-]+\])'", text)
-    for line in re.findall(r"pip install((?: +(?:'[^'\n]*'|[^\s'`\"\\;:,)&|]+))*)", text.replace("\\\n", " ")):
-        words, skip = shlex.split(line), False
-        for word in words:
-            if word.startswith("#"):
+    for line in re.findall(r"pip install +(.+)", text.replace("\\\n", " ")):
+        words = iter(re.findall(r"'[^']*'|[^\s'`]+", line))
+        for word in words:  # the first that is no option; what follows may be running text
+            if word in VALUED:
+                next(words, None)
+            elif not word.startswith("-"):
+                found.append(word.strip("'\".,;:)"))
                 break
-            if not (skip or word.startswith("-")):
-                found.append(word)
-            skip = word in VALUED
-    return sorted(set(found))
+    return sorted({target or "." for target in found})
 
 
 def install_problems(text: str, pyproject: str) -> list[str]:

@@ -66,16 +66,14 @@ def reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
     monkeypatch.setattr(training, "fit_under_noise", fit_once)
     monkeypatch.chdir(tmp_path)
-    for registry in (NOISES, CLAUSES, TASKS, METHODS):
-        for name in list(registry):
-            monkeypatch.setitem(registry, name, registry[name])
-    before = [set(registry) for registry in (NOISES, CLAUSES, TASKS, METHODS)]
+    registries: list[dict[str, Any]] = [NOISES, CLAUSES, TASKS, METHODS]
+    before = [dict(registry) for registry in registries]
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         yield
-    for registry, known in zip((NOISES, CLAUSES, TASKS, METHODS), before, strict=True):
-        for name in set(registry) - known:
-            del registry[name]
+    for registry, known in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(known)
 
 
 @pytest.mark.parametrize(

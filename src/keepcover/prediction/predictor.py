@@ -27,6 +27,10 @@ from keepcover.scores.draws import pieces
 from keepcover.tasks import Task
 
 Level = tuple[float, float]  # (alpha, epsilon)
+DRAWN_ELSEWHERE = (
+    "The noisy outputs were computed by the caller: calibration outputs were drawn under this noise, independently over points "
+    "and draws, and so is every query's, when it comes."
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,10 @@ class Predictor:
     @property
     def guarantee(self) -> Guarantee:
         """The promise of the first level; see :meth:`at`."""
-        return self.rule.guarantee(self.task)
+        promise = self.rule.guarantee(self.task)
+        if self.inputs is not None or not promise.certified:
+            return promise
+        return replace(promise, assumed=(*promise.assumed, DRAWN_ELSEWHERE))
 
     @property
     def full(self) -> bool:
