@@ -70,6 +70,7 @@ def a_stream_gives_what_logits_gives() -> None:
 
 
 def early_exit_gives_the_sets_of_full_drawing() -> None:
+    from keepcover.engine.smoother import Smoother
     from keepcover.prediction.calibration import calibrate
 
     torch.manual_seed(0)
@@ -80,9 +81,8 @@ def early_exit_gives_the_sets_of_full_drawing() -> None:
     with torch.no_grad():
         model[1].weight.copy_(8 * centres)
         model[1].bias.copy_(-4 * centres.square().sum(dim=1))
-    predictor = calibrate(
-        model, (images[:600], labels[:600]), sigma=0.25, epsilon=0.125, draws=32, seed=1, progress=False
-    )
+    smoother = Smoother(model, 0.25, progress=False)
+    predictor = calibrate(smoother, (images[:600], labels[:600]), epsilon=0.125, draws=32, seed=1)
     full = predictor.predict(images[600:], seed=5)
     early = predictor.predict(images[600:], seed=5, early_exit=True)
     assert torch.equal(full.mask, early.mask)
@@ -100,15 +100,8 @@ def the_host_never_waits_for_a_batch() -> None:
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 6)).cuda().eval()
     images, labels = torch.rand(600, 3, 4, 4), torch.randint(6, (600,))
     smoother = Smoother(model, 0.25, batch_size=256, progress=False)
-    for score, method, transform in (
-        ("hps", "exact", None),
-        ("aps", "exact", None),
-        ("hps", "rscp_plus_bernstein", "ptt"),
-    ):
-        more = {} if transform is None else {"transform": transform}
-        predictor = calibrate(
-            smoother, (images, labels), score=score, method=method, epsilon=0.125, draws=16, seed=1, **more
-        )
+    for score, method in (("hps", "exact"), ("aps", "exact"), ("hps", "rscp_plus_bernstein")):
+        predictor = calibrate(smoother, (images, labels), score=score, method=method, epsilon=0.125, draws=16, seed=1)
         expected = predictor.predict(images, seed=2).mask
         torch.cuda.set_sync_debug_mode("error")
         try:

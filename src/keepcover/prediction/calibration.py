@@ -426,24 +426,25 @@ def _collect(
         if not warned:
             _warn_of_probabilities(outputs)
             warned = True
-        truth = task.check_truth(batch.labels, len(batch)).to(outputs.device)
+        known = task.check_truth(batch.labels, len(batch))
+        truth = known.to(outputs.device, non_blocking=True)
         good = task.right(outputs, truth)
         if good is not None:
             right.add(good)
             judged = True
         if stream.role == "holdout":
             held.add(outputs)
-            truths.append(truth.cpu())
-            keys.append(batch.ids.cpu())
+            truths.append(known)
+            keys.append(batch.ids)
             continue
         own = task.items(outputs, truth, question.reading, task.uniform(stream, batch.ids))
         items.append(own)
-        unknown += int((truth < 0).sum()) if task.open_labels else 0
+        unknown += int((known < 0).sum()) if task.open_labels else 0
         values.add(own.draws.values)
     holdout = None
     if truths:
         whole = held.whole()
-        holdout = Holdout(task, whole, torch.cat(truths), task.uniform(streams["holdout"], torch.cat(keys)))
+        holdout = Holdout(task, whole, torch.cat(truths), task.uniform(streams["holdout"], torch.cat(keys).cpu()))
     found = None
     if items:
         weights = [part.weight.cpu() for part in items if part.weight is not None]

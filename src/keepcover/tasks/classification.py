@@ -15,7 +15,7 @@ from keepcover.guarantee import Guarantee
 from keepcover.noise import Stream
 from keepcover.noise.stream import probes
 from keepcover.scores import SCORES, CustomScore, Draws, Items, Reading, Score, get_score, top_label
-from keepcover.scores.draws import joined, pieces
+from keepcover.scores.draws import joined, on_device, pieces
 from keepcover.tasks.base import Rule, Task
 from keepcover.tasks.metrics import check_labels
 from keepcover.tasks.sets import PredictionSets
@@ -129,7 +129,7 @@ class Classification(Task):
         return self._score.support(scores)
 
     def inside(self, summary: Tensor, rule: Rule, threshold: Tensor) -> Tensor:
-        return summary <= threshold.to(summary.device)
+        return summary <= on_device(threshold, summary)
 
     def sizes(self, inside: Tensor) -> Tensor:
         return inside.sum(dim=1)
