@@ -140,9 +140,9 @@ def installs(text: str) -> list[str]:
             if word in VALUED:
                 next(words, None)
             elif not word.startswith("-"):
-                found.append(word.strip("'\".,;:)"))
+                found.append(word.strip("'").rstrip('",;:)'))
                 break
-    return sorted({target or "." for target in found})
+    return sorted(set(found))
 
 
 def install_problems(text: str, pyproject: str) -> list[str]:

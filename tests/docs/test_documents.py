@@ -56,7 +56,9 @@ def reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A reader's folder, with warnings shown instead of raised. Networks of one form are trained once for all pages, and what
     pages register is forgotten."""
 
-    def fit_once(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, sigma: float, **options: Any) -> Any:
+    def fit_once(
+        model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, sigma: float, **options: Any
+    ) -> Any:
         key = (repr(model), tuple(images.shape), sigma)
         if key not in TRAINED:
             fit_under_noise(model, images, labels, sigma, **options)
@@ -247,7 +249,15 @@ def test_wrong_options_in_running_text_are_found() -> None:
     assert len(documents.command_problems("`keepcover plan --epsilon E --sigm S`")) == 1
 
 
-SPEAKING = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "examples/*.py", "benchmarks/*.py", "src/**/*.py")
+SPEAKING = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/**/*.md",
+    "examples/*.py",
+    "benchmarks/*.py",
+    "src/**/*.py",
+)
 
 
 def test_every_install_line_names_the_checkout_and_extras_that_it_has() -> None:
@@ -263,7 +273,10 @@ def test_every_install_line_names_the_checkout_and_extras_that_it_has() -> None:
     ("text", "problems"),
     [
         ("`pip install .` and `pip install '.[a,b]'`", []),
-        ("RUN pip install --no-cache-dir --extra-index-url https://example.org/cpu '/src[a]' \\\n    && rm -rf /src", []),
+        (
+            "RUN pip install --no-cache-dir --extra-index-url https://example.org/cpu '/src[a]' \\\n    && rm -rf /src",
+            [],
+        ),
         ("pip install '.[demo]'  # in a checkout", [".[demo]: no extra demo"]),
         ("pip install keepcover", ["keepcover is not the checkout"]),
         ("needs x: pip install 'keepcover[a]' in", ["keepcover[a] is not the checkout"]),
@@ -327,9 +340,9 @@ def test_hidden_lists_are_found() -> None:
 
 
 def test_undocumented_names_are_found() -> None:
-    assert documents.imported_names(
-        "from keepcover.noise import Stream\nimport torch\nfrom torch import nn"
-    ) == {"keepcover.noise.Stream"}
+    assert documents.imported_names("from keepcover.noise import Stream\nimport torch\nfrom torch import nn") == {
+        "keepcover.noise.Stream"
+    }
     assert documents.undocumented({"keepcover.noise.Stream"}, {"keepcover.Stream"}) == []
     assert documents.undocumented({"keepcover.load"}, {"keepcover.Stream"}) == ["keepcover.load"]
 
