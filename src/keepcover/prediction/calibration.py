@@ -472,7 +472,7 @@ def conclude(question: Question, collected: Collected, noise: Noise, shape: Any)
     if collected.items is None:
         raise InputError("no calibration points are left after the holdout; give more data")
     items, question = collected.items, replace(question, task=collected.task)
-    if collected.right is not None:
+    if collected.right is not None and noise.certifies:
         _warn_of_accuracy(float(collected.right.mean()), question.task.candidates or 2, noise)
     levels: dict[Level, Calibrated] = {}
     for level in question.levels:
