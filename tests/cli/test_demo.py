@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from keepcover.demo import demo, report
+from keepcover.demo import demo
 from keepcover.demo.demo import Entry
 from keepcover.methods import RCP1, Exact, SplitCP
 from keepcover.models import SmallCNN
@@ -25,13 +26,7 @@ def short_demo(monkeypatch: pytest.MonkeyPatch) -> None:
         Entry("RCP1", RCP1(), 1),
         Entry("exact, 16 draws", Exact(), 8),
     )
-    fit = demo.fit_under_noise
-    monkeypatch.setattr(
-        demo, "fit_under_noise", lambda *data, epochs, **options: fit(*data, epochs=min(epochs, 15), **options)
-    )
-    monkeypatch.setattr(demo, "ENTRIES", entries)
-    for module in (demo, report):
-        monkeypatch.setattr(module, "ATTACKED", 20)
+    monkeypatch.setattr(demo, "run_demo", partial(demo.run_demo, entries=entries, attacked=20, epochs=15))
 
 
 @pytest.mark.usefixtures("short_demo")
@@ -55,16 +50,3 @@ def test_the_demo_ends_with_a_page_a_file_and_a_predictor(tmp_path: Path, capsys
     assert str(out / "report.html") in text.replace("\n", "")
     with pytest.raises(Exception, match="the model differs from the one calibrated"):
         load(out / "predictor.safetensors", SmallCNN())  # the file is whole: only the weights are missing
-
-
-@pytest.mark.usefixtures("short_demo")
-def test_the_demos_predictor_loads_with_its_model_and_says_the_same(tmp_path: Path) -> None:
-    result = demo.run_demo(2, say=lambda text: None)
-    page = report.write_report(result, tmp_path)
-    assert page == tmp_path / "report.html"
-    original, loaded = result.predictors["exact, 16 draws"], load(tmp_path / "predictor.safetensors", result.model)
-    images = result.data.images[:50]
-    for key, sets in original.predict_all(images, seed=1).items():
-        assert torch.equal(loaded.predict_all(images, seed=1)[key].mask, sets.mask)
-    assert str(loaded.guarantee) in page.read_text()
-    assert result.to_dict()["rows"] == json.loads((tmp_path / "results.json").read_text())["rows"]

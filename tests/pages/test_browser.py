@@ -43,13 +43,8 @@ def _demo(folder: Path) -> Path:
         Entry("RCP1", RCP1(), 1),
         Entry("exact, 16 draws", Exact(), 8),
     )
-    with pytest.MonkeyPatch.context() as patch:
-        fit = demo.fit_under_noise
-        patch.setattr(demo, "fit_under_noise", lambda *d, epochs, **o: fit(*d, epochs=min(epochs, 15), **o))
-        patch.setattr(demo, "ENTRIES", entries)
-        for module in (demo, report):
-            patch.setattr(module, "ATTACKED", 40)
-        return report.write_report(demo.run_demo(0, say=lambda _: None), folder / "demo")
+    result = demo.run_demo(0, say=lambda _: None, entries=entries, attacked=40, epochs=15)
+    return report.write_report(result, folder / "demo")
 
 
 def _predictor(folder: Path) -> Path:
