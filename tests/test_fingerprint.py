@@ -46,6 +46,7 @@ class Net(nn.Module):
         self.cache: Tensor | None = None
         self.place = "cpu"
         self.folder = "/somewhere/else"
+        self.name_or_path = "folder"
 
     def forward(self, images: Tensor) -> Tensor:
         self.cache = images.mean()
@@ -116,7 +117,7 @@ def test_the_same_model_comes_back(saved: Path) -> None:
     """Whether it ran before or not, on whatever device and from whatever folder its attributes say it is."""
     fresh, used = Net(), Net()
     used(CAL[0][:2])
-    used.place, used.folder = "cuda:1", "/home"
+    used.place, used.folder, used.name_or_path = "cuda:1", "/home", "copy"  # type: ignore[assignment]
     for model in (fresh, used, Net().train(), nn.DataParallel(Net())):
         assert load(saved, model).predict(CAL[0][:3], seed=1).mask.shape == (3, 4)
     stored = read(saved)[0]["model_structure"]

@@ -20,7 +20,7 @@ from torch import Tensor
 from keepcover.bounds import bernstein, clopper_pearson, conformal_rank, exact_level
 from keepcover.errors import InputError
 from keepcover.guarantee import Guarantee
-from keepcover.methods import Asked, Holdout, Method, Rule, get_method, saved_method
+from keepcover.methods import Asked, Holdout, Method, Rule, saved_method
 from keepcover.methods.exact import Exact
 from keepcover.noise import Gaussian, Noise, Stream, Threat, get_noise, get_norm
 from keepcover.promises import Promise
@@ -239,7 +239,8 @@ def check_method(
     wide law or a mixture. An uncertified method must cover without the attack.
 
     Example:
-        >>> check_method(get_method("rcp1"), trials=400)
+        >>> from keepcover.methods import RCP1
+        >>> check_method(RCP1(), trials=400)
     """
     generator = torch.Generator().manual_seed(seed)
     task = Classification(score=torch.sigmoid).seen(torch.zeros(1, 1, 2))

@@ -186,29 +186,6 @@ def test_running_out_of_memory_halves_the_batch() -> None:
         smoother.logits(images, 3, stream)
 
 
-def test_remembered_logits_are_those_of_the_network() -> None:
-    """Fewer draws, or the same ones again, cost no pass; other images, ids or roles do."""
-    images, passes, model = toy(10)[0], [], nearest()
-
-    def counted(inputs: Tensor) -> Tensor:
-        passes.append(len(inputs))
-        return model(inputs)
-
-    remembering, plain = RememberingSmoother(counted, 0.2), Smoother(model, 0.2)
-    for draws, cost in ((16, 160), (4, 0), (16, 0), (20, 200)):
-        passes.clear()
-        found = remembering.reduce(images, draws, Stream(0, "test"), lambda batch, logits: logits.flatten(1))
-        torch.testing.assert_close(
-            found.view(10, draws, 4), plain.logits(images, draws, Stream(0, "test")), rtol=0, atol=1e-5
-        )
-        assert sum(passes) == cost
-    for other, stream in ((images + 0.01, Stream(0, "test")), (images, Stream(0, "attack"))):
-        passes.clear()
-        found = remembering.logits(other, 4, stream)
-        torch.testing.assert_close(found, plain.logits(other, 4, stream), rtol=0, atol=1e-5)
-        assert sum(passes) == 40
-
-
 # -- modes -------------------------------------------------------------------------------------------------------------
 
 

@@ -409,10 +409,7 @@ def test_holdout_and_calibration_are_disjoint_and_exhaustive(asked: int | None, 
         )
     assert (predictor.holdout_size, predictor.guarantee.n) == (held, 120 - held)
     seen, ids = recorder.inputs, torch.arange(120)
-    roles = {
-        role: Stream(4, role).noisy(torch.zeros(120, 5), ids, range(1), 1.0)[:, 0]
-        for role in ("holdout", "calibration")
-    }
+    roles = {role: Stream(4, role).noisy(zeros, ids, range(1), 1.0)[:, 0] for role in ("holdout", "calibration")}
     used = {role: {i for i in range(120) if (seen == noise[i]).all(dim=1).any()} for role, noise in roles.items()}
     assert len(used["holdout"]) == held
     assert used["holdout"] | used["calibration"] == set(range(120))

@@ -81,17 +81,18 @@ def hull_bracket(counts: Counts, c: int, kappa: int, alpha: float, gamma: float 
     if counts.missed(kappa, q[1], gamma) > alpha:
         # So large an attack that no level the grid can tell from zero certifies alpha.
         return 0.0, float(counts.clean(c, q[1]))
-    safe = hopeful = 0.0
-    for _ in range(24):
+    rounds = 24
+    while True:
         f, h = counts.clean(c, q), counts.missed(kappa, q, gamma)
         (safe,), _, _ = _bridge(f[None, :-1], h[None, 1:], alpha)
         (hopeful,), (i,), (j,) = _bridge(f[None], h[None], alpha)
-        if hopeful - safe <= 1e-4 * hopeful or len(q) > 100_000:
+        rounds -= 1
+        if hopeful - safe <= 1e-4 * hopeful or len(q) > 100_000 or rounds == 0:
             break
         mu = (f[j] - f[i]) / (h[j] - h[i])
         worst_corner = f[:-1] + mu * (alpha - h[1:])
         coarse = np.flatnonzero(worst_corner[1:-1] < hopeful * (1 - 5e-5)) + 1
-        q = np.unique(np.concatenate([q, *[between(q[k], q[k + 1], 5) for k in coarse]]))
+        q = np.unique(np.concatenate([q, between(q[coarse], q[coarse + 1], 5)]))
     chord = f[i] + (f[j] - f[i]) / (h[j] - h[i]) * (alpha - h[i])  # between points of the curve, hence below the hull
     return min(max(float(safe) * (1 - 1e-9), 0.0), 1.0), min(float(chord) * (1 + 1e-9), 1.0)
 

@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from keepcover.attacks.audit import Audit, audit
-from keepcover.cli.side_by_side import summary_rows
+from keepcover.attacks import Audit, audit
 from keepcover.data import Labelled, digits
 from keepcover.engine.memory import RememberingSmoother
 from keepcover.errors import KeepcoverWarning
+from keepcover.methods import (
+    CAS,
+    RCP1,
+    RSCP,
+    Auto,
+    BinCP,
+    Exact,
+    ExactAsymmetric,
+    Method,
+    RSCPPlus,
+    SmoothedCP,
+    SplitCP,
+)
 from keepcover.models import SmallCNN
-from keepcover.noise.stream import Stream
+from keepcover.noise import Stream
 from keepcover.prediction.calibration import calibrate
 from keepcover.prediction.predictor import Predictor
-from keepcover.scores.transforms import PTT
-from keepcover.tasks.metrics import Evaluation
+from keepcover.scores import PTT, Reading
+from keepcover.tasks import Evaluation
 from keepcover.training import fit_under_noise
 
 ALPHA, EPSILON, SIGMA = 0.1, 0.5, 0.5
 RADII = (0.5, 0.125, 0.25, 0.375)  # the first is the one that is attacked
-ATTACKED = 250
+ATTACKED, EPOCHS = 250, 60
 
 
 @dataclass(frozen=True)
@@ -34,24 +46,24 @@ class Entry:
     """One line of the demo: a method with its budget."""
 
     name: str
-    method: str
+    method: Method
     draws: int
     sigma: float = SIGMA
 
 
 ENTRIES = (
-    Entry("vanilla CP", "cp", 1, sigma=0.0),
-    Entry("smoothed CP", "cp_smoothed", 64),
-    Entry("RSCP + PTT", "rscp", 64),
-    Entry("RSCP+ Hoeffding + PTT", "rscp_plus_hoeffding", 256),
-    Entry("RSCP+ Bernstein + PTT", "rscp_plus_bernstein", 256),
-    Entry("BinCP", "bincp", 256),
-    Entry("CAS + PTT", "cas", 256),
-    Entry("RCP1", "rcp1", 1),
-    Entry("exact, 1 draw", "exact_asymmetric", 1),
-    Entry("exact, 4 draws", "exact_asymmetric", 4),
-    Entry("exact (hull), 16 draws", "exact", 16),
-    Entry("exact, 16 draws", "auto", 16),
+    Entry("vanilla CP", SplitCP(), 1, sigma=0.0),
+    Entry("smoothed CP", SmoothedCP(), 64),
+    Entry("RSCP + PTT", RSCP(), 64),
+    Entry("RSCP+ Hoeffding + PTT", RSCPPlus("hoeffding"), 256),
+    Entry("RSCP+ Bernstein + PTT", RSCPPlus("bernstein"), 256),
+    Entry("BinCP", BinCP(), 256),
+    Entry("CAS + PTT", CAS(), 256),
+    Entry("RCP1", RCP1(), 1),
+    Entry("exact, 1 draw", ExactAsymmetric(), 1),
+    Entry("exact, 4 draws", ExactAsymmetric(), 4),
+    Entry("exact (hull), 16 draws", Exact(), 16),
+    Entry("exact, 16 draws", Auto(), 16),
 )
 
 
@@ -70,9 +82,14 @@ class DemoResult:
     seconds: float
     seed: int
 
+    @property
+    def best(self) -> Predictor:
+        """The last line's predictor: the one that is saved."""
+        return list(self.predictors.values())[-1]
+
     def rows(self) -> list[dict[str, Any]]:
         """One dictionary per method: what the table prints."""
-        rows = summary_rows(self.audit, EPSILON)
+        rows = self.audit.summary(EPSILON)
         for row in rows:  # clean numbers from all test points, not only those attacked
             measured = self.clean[row["name"]]
             row.update(coverage=measured.coverage.__dict__, size=measured.size, full=measured.full)
@@ -98,32 +115,38 @@ def demo_split(seed: int = 0) -> tuple[Labelled, Labelled, Labelled, Labelled]:
     return train, holdout, calibration, test
 
 
-def demo_model(train: Labelled, seed: int = 0, progress: bool = False) -> nn.Module:
+def demo_model(train: Labelled, seed: int = 0, progress: bool = False, epochs: int = EPOCHS) -> nn.Module:
     """A small CNN trained on them under the demo's noise: seconds on one core."""
     torch.manual_seed(seed)
-    return fit_under_noise(SmallCNN(), *train.pair, SIGMA, epochs=60, seed=seed, progress=progress)
+    return fit_under_noise(SmallCNN(), *train.pair, SIGMA, epochs=epochs, seed=seed, progress=progress)
 
 
-def run_demo(seed: int = 0, say: Callable[[str], None] = print) -> DemoResult:
-    """Run everything; ``say`` is told what happens."""
+def run_demo(
+    seed: int = 0,
+    say: Callable[[str], None] = print,
+    entries: Sequence[Entry] = ENTRIES,
+    attacked: int = ATTACKED,
+    epochs: int = EPOCHS,
+) -> DemoResult:
+    """Run everything; ``say`` is told what happens. The last entry is the predictor that is kept."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors this small cost more to share among threads than to compute
     try:
-        return _run(seed, say)
+        return _run(seed, say, entries, attacked, epochs)
     finally:
         torch.set_num_threads(threads)
 
 
-def _run(seed: int, say: Callable[[str], None]) -> DemoResult:
+def _run(seed: int, say: Callable[[str], None], entries: Sequence[Entry], attacked: int, epochs: int) -> DemoResult:
     start = time.monotonic()
     train, holdout, calibration, test = demo_split(seed)
     say(f"training a small CNN on {len(train)} digits under noise of sigma {SIGMA:g}")
-    model = demo_model(train, seed)
+    model = demo_model(train, seed, epochs=epochs)
     smoothers = {sigma: RememberingSmoother(model, sigma) for sigma in (0.0, SIGMA)}
     predictors: dict[str, Predictor] = {}
     clean: dict[str, Evaluation] = {}
     curves: dict[str, list[tuple[float, float]]] = {}
-    for entry in sorted(ENTRIES, key=lambda entry: -entry.draws):  # most draws first: the others reuse them
+    for entry in sorted(entries, key=lambda entry: -entry.draws):  # most draws first: the others reuse them
         say(f"calibrating {entry.name} ({entry.draws} draw{'s' if entry.draws > 1 else ''} per query)")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", KeepcoverWarning)  # full label sets show in the table
@@ -134,19 +157,19 @@ def _run(seed: int, say: Callable[[str], None]) -> DemoResult:
                 epsilon=RADII,
                 method=entry.method,
                 draws=entry.draws,
-                holdout=None if entry.method in ("cp", "rcp1") else holdout.pair,
+                holdout=holdout.pair if entry.method.needs_holdout else None,
                 class_names=train.class_names,
                 seed=seed + 1,
             )
         predictors[entry.name] = predictor
         sets = predictor.predict_all(test.images, seed=seed + 2)
-        clean[entry.name] = sets[ALPHA, EPSILON].evaluate(test.labels)
+        clean[entry.name] = sets[ALPHA, EPSILON].measure(test.labels)
         curves[entry.name] = sorted((epsilon, float(s.size.double().mean())) for (_, epsilon), s in sets.items())
-    curves = {entry.name: curves[entry.name] for entry in ENTRIES}
-    predictors = {entry.name: predictors[entry.name] for entry in ENTRIES}
-    say(f"attacking {ATTACKED} test images: 20 L2 steps of length {EPSILON / 10:g} inside a ball of radius {EPSILON:g}")
-    report = audit(predictors, test[:ATTACKED].pair, steps=20, draws=16, seed=seed + 3, progress=False)
-    reference = predictors["exact, 16 draws"]
+    curves = {entry.name: curves[entry.name] for entry in entries}
+    predictors = {entry.name: predictors[entry.name] for entry in entries}
+    say(f"attacking {attacked} test images: 20 L2 steps of length {EPSILON / 10:g} inside a ball of radius {EPSILON:g}")
+    report = audit(predictors, test[:attacked].pair, steps=20, draws=16, seed=seed + 3, progress=False)
+    reference = predictors[entries[-1].name]
     scores = _densities(reference, holdout)
     accuracy = _noisy_accuracy(reference, test, seed)
     return DemoResult(
@@ -155,13 +178,13 @@ def _run(seed: int, say: Callable[[str], None]) -> DemoResult:
 
 
 def _noisy_accuracy(predictor: Predictor, test: Labelled, seed: int) -> float:
-    logits = predictor.smoother.logits(test.images, 4, Stream(seed, "test"))
+    logits = predictor.running.logits(test.images, 4, Stream(seed, "test"))
     return float((logits.argmax(-1) == test.labels[:, None]).double().mean())
 
 
 def _densities(predictor: Predictor, holdout: Labelled) -> tuple[Tensor, Tensor, float]:
     """Noisy true-label scores of the holdout before and after a PTT fitted on their first draws."""
-    logits = predictor.smoother.logits(holdout.images, 8, Stream(0, "holdout"))
-    scores = predictor.score(logits, 0.5).gather(2, holdout.labels[:, None, None].expand(-1, 8, 1))[..., 0]
-    ptt = PTT.fit(scores[:, 0], ALPHA)
+    logits, u = predictor.running.logits(holdout.images, 8, Stream(0, "holdout")), torch.full((len(holdout),), 0.5)
+    scores = predictor.task.items(logits, holdout.labels, Reading(False), u).draws.values
+    ptt = PTT().fit(scores[:, 0], ALPHA)
     return scores[:, 1:].flatten(), ptt(scores[:, 1:].flatten()), ALPHA

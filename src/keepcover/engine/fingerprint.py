@@ -29,7 +29,7 @@ from keepcover.noise.stream import probes
 Structure = dict[str, dict[str, Any]]  # of every module by its path: its class and its plain attributes
 
 CLASS = "(class)"  # no attribute can be called that
-_OWN = frozenset(vars(nn.Module()))  # what every module has
+_OWN = frozenset(vars(nn.Module())) | {"name_or_path"}  # what every module has, and where transformers read it from
 _PLACE = re.compile(r"(cpu|cuda|mps|xpu)(:\d+)?|.*[/\\].*", re.DOTALL)  # devices and files differ between machines
 
 
@@ -216,7 +216,7 @@ def _plain_smoother(smoother: Smoother, noise: Noise | float) -> Smoother:
 
 def _noisy(smoother: Smoother, inputs: Tensor, draws: int) -> Tensor | None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KeepcoverWarning)  # of train mode: whoever runs the model is told then
+        warnings.simplefilter("ignore", KeepcoverWarning)  # of train mode: running the model warns of it
         try:
             return smoother.logits(inputs, draws, Stream(0, "test")).flatten(0, 1).cpu()
         except Exception:  # a function of the user's may raise anything at inputs that mean nothing to it

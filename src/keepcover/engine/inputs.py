@@ -104,7 +104,7 @@ class InputRange:
 
 
 class _Watched:
-    """Batches that somebody looks at before they are used."""
+    """Batches, each shown to ``look`` before it is used."""
 
     def __init__(self, data: Any, look: Callable[[Any], None]) -> None:
         self.data, self.look = data, look

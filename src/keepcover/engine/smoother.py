@@ -56,7 +56,7 @@ def evaluation_mode(model: Classifier) -> Iterator[None]:
         own = [module for module in model.modules() if module.training or id(module) in _held]
         _held.update(map(id, own))
     try:
-        if any(module.training for module in own):  # after they are held: now nobody puts them back
+        if any(module.training for module in own):  # after they are held: no other thread puts them back now
             model.eval()
         yield
     finally:
@@ -373,7 +373,7 @@ def _expect_finite(flag: Tensor) -> None:
 
 
 def _all_finite(logits: Tensor) -> Tensor:
-    """Whether they are, as a tensor: one pass, nothing kept, and nobody waits. NaN is neither above nor below."""
+    """Whether they are, as a tensor: one pass, nothing kept, and the host does not wait. NaN is neither above nor below."""
     low, high = logits.aminmax()
     return (low > -torch.inf) & (high < torch.inf)
 

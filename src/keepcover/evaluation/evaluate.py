@@ -7,7 +7,7 @@ with points x draws where the source is read from disk or from the network.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,14 +46,15 @@ class Entry:
     draws: int | None = None
     calibration_draws: int | None = None
     alpha: float = 0.1
-    task: Task = Classification()
+    task: Task = field(default_factory=Classification)
     promise: Promise = Promise()
     norm: str | None = None
 
     def asked(self, source: Source, n: int, task: Task, shape: tuple[int, ...] | None) -> Asked:
         """The question to the method, on outputs with so many draws and n calibration points."""
-        draws = self.draws or source.draws
-        per_point = self.calibration_draws or min(source.draws, self.method.usual_calibration_draws(draws))
+        draws = source.draws if self.draws is None else self.draws
+        usual = min(source.draws, self.method.usual_calibration_draws(draws))
+        per_point = usual if self.calibration_draws is None else self.calibration_draws
         for wanted in (draws, per_point):
             if not 1 <= wanted <= source.draws:
                 raise InputError(f"asked for {wanted} draws, there are {source.draws}; ask for 1 to {source.draws}")
@@ -141,11 +142,13 @@ def evaluate(
         >>> rows[0].method, rows[0].splits
         ('rcp1', 3)
     """
-    asked = get_noise(noise if noise is not None else float(sigma)) if (sigma, noise) != (None, None) else None
-    source = source_of(outputs, truth, asked)
+    added = sigma if noise is None else noise
+    source = source_of(outputs, truth, None if added is None else get_noise(added))
     known = get_task(task, **({} if score is None else {"score": score}))
     shared = {"epsilon": epsilon, "calibration_draws": calibration_draws, "alpha": alpha, "task": known, "norm": norm}
-    listed = entries(methods, transforms, draws or source.draws, promise=promise or Promise(), **shared)
+    listed = entries(
+        methods, transforms, source.draws if draws is None else draws, promise=promise or Promise(), **shared
+    )
     found = evaluate_entries(
         source,
         listed,

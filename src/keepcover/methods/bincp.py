@@ -60,7 +60,7 @@ class Bounded(Method):
 class Shares(Rule):
     """What both forms of BinCP share: shares of draws become probabilities, are attacked, and become shares again."""
 
-    method: Bounded
+    method: Any  # a Bounded: what it may fail with and what is left of alpha
 
     def lower(self, above: int) -> float:
         """With at most ``above`` of the calibration draws above t: the Clopper-Pearson lower bound of F(t)."""
@@ -159,8 +159,6 @@ class BinCPSharp(BinCP):
 
 class FixedShare(Shares):
     """At most kappa draws above t, the quantile of each calibration point's m-th smallest score."""
-
-    method: BinCP
 
     @property
     def c(self) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from keepcover.errors import InputError
 from keepcover.methods.base import Rule
 from keepcover.scores import Draws
+from keepcover.scores.draws import on_device
 
 _STAGES = 4  # rounds after the first: more save draws, fewer keep batches large
 
@@ -57,7 +58,8 @@ class Vote:
         counts = []
         for rule, threshold in zip(self.rules, self.thresholds, strict=True):
             own = draws.values[..., : max(0, rule.test_draws - span.start)]
-            counts.append((own > threshold.to(own.device)[..., None]).sum(dim=-1))
+            limit = on_device(threshold, own)
+            counts.append((own > (limit if limit.ndim == 0 else limit[..., None])).sum(dim=-1))
         return torch.stack(counts)
 
     def run(self, open_: Tensor, v: Tensor, exceeded: Callable[[Tensor, range], Tensor]) -> tuple[list[Tensor], Tensor]:

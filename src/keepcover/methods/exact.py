@@ -317,12 +317,14 @@ class RCP1(Method):
 class OneDraw(HullRule):
     """One calibration draw and one per query: up is its own concave hull, so alpha' needs no grid."""
 
-    words = "the one draw is at most t"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.gamma != 0:
             raise InputError(f"{self.name} forgives nothing; expected gamma 0, got {self.gamma}")
+
+    @property
+    def words(self) -> str:
+        return "the one draw is at most t"
 
     @property
     def level(self) -> float:

@@ -57,7 +57,7 @@ class Gaussian(Noise):
             return images.float()[:, None].expand(-1, len(draws), *images.shape[1:])
         return stream.noisy(images, ids, draws, self.sigma)
 
-    def up(self, q: Any, epsilon: float, norm: str | None = None, shape: Shape | None = None) -> Any:  # noqa: ARG002
+    def up(self, q: Any, epsilon: float, norm: str | None = None, shape: Shape | None = None) -> Any:
         self.check_norm(norm)
         q = probabilities(q)
         if epsilon == 0:

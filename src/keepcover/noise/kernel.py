@@ -16,13 +16,11 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from keepcover.noise.cpu import NEAR
-
 _BLOCK = 256  # counters per program, four numbers each
 _M0, _M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
 _W0, _W1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 _TAU = tl.constexpr(2 * math.pi)
-_NEAR = tl.constexpr(NEAR)
+_NEAR = tl.constexpr(2**24)
 
 
 @triton.jit

@@ -417,19 +417,20 @@ def collect(chunks: Iterable[Chunk], question: Question, total: int | None) -> C
         if not warned:
             _warn_of_probabilities(outputs)
             warned = True
-        truth = task.check_truth(given, len(outputs)).to(outputs.device)
+        known = task.check_truth(given, len(outputs))
+        truth = known.to(outputs.device, non_blocking=True)
         good = task.right(outputs, truth)
         if good is not None:
             right.add(good)
             judged = True
         if stream.role == "holdout":
             held.add(outputs)
-            truths.append(truth.cpu())
+            truths.append(known.cpu())
             u.append(task.uniform(stream, ids).cpu())
             continue
         own = task.items(outputs, truth, question.reading, task.uniform(stream, ids))
         items.append(own)
-        unknown += int((truth < 0).sum()) if task.open_labels else 0
+        unknown += int((known < 0).sum()) if task.open_labels else 0
         values.add(own.draws.values)
     holdout = Holdout(task, held.whole(), torch.cat(truths), torch.cat(u)) if truths else None
     found = None
@@ -471,7 +472,7 @@ def conclude(question: Question, collected: Collected, noise: Noise, shape: Any)
     if collected.items is None:
         raise InputError("no calibration points are left after the holdout; give more data")
     items, question = collected.items, replace(question, task=collected.task)
-    if collected.right is not None:
+    if collected.right is not None and noise.certifies:
         _warn_of_accuracy(float(collected.right.mean()), question.task.candidates or 2, noise)
     levels: dict[Level, Calibrated] = {}
     for level in question.levels:

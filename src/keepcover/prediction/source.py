@@ -76,19 +76,30 @@ class Stored(Source):
 
 
 class Network(Source):
-    """The model under noise, run as points are asked for: ``ids`` key their noise, positions by default."""
+    """The model under noise, run as points are asked for: ``ids`` key their noise, positions by default.
 
-    def __init__(self, smoother: Smoother, data: Any, draws: int, stream: Stream, ids: Tensor | None = None) -> None:
+    ``labelled`` is False for attacked images, whose truth is that of the clean ones.
+    """
+
+    def __init__(
+        self,
+        smoother: Smoother,
+        data: Any,
+        draws: int,
+        stream: Stream,
+        ids: Tensor | None = None,
+        labelled: bool = True,
+    ) -> None:
         count = length(data)
         if count is None:
             raise InputError("expected data whose length is known: (images, labels) or a dataset with a length")
-        self.smoother, self.data, self.stream = smoother, data, stream
+        self.smoother, self.data, self.stream, self.labelled = smoother, data, stream, labelled
         self.ids = torch.arange(count) if ids is None else ids
         self.points, self.draws, self.noise = count, draws, smoother.noise
 
     def read(self, rows: Tensor) -> Iterator[Piece]:
         at, some = 0, take(self.data, rows)
-        for batch, outputs in self.smoother.stream(some, self.draws, self.stream, self.ids[rows]):
+        for batch, outputs in self.smoother.stream(some, self.draws, self.stream, self.ids[rows], self.labelled):
             yield Piece(rows[at : at + len(batch)], outputs, batch.labels)
             at += len(batch)
 
@@ -99,13 +110,12 @@ def source_of(outputs: Any, truth: Any, noise: Noise | None) -> Source:
         raise InputError("a store brings the truth of its points along; leave truth out")
     if isinstance(outputs, Source):
         return outputs
-    store = outputs if isinstance(outputs, StoreReader) else getattr(outputs, "reader", None)
-    if isinstance(store, StoreReader):
-        if noise is not None and noise != store.key.added:
-            raise InputError(f"the store holds outputs under {store.key.added}, not {noise}")
-        if store.key.images * store.draws * (store.classes or 0) > IN_MEMORY:
-            return Stored(store)
-        return InMemory(store.read(), store.labels, store.key.added)
+    if isinstance(outputs, StoreReader):
+        if noise is not None and noise != outputs.key.added:
+            raise InputError(f"the store holds outputs under {outputs.key.added}, not {noise}")
+        if outputs.key.images * outputs.draws * (outputs.classes or 0) > IN_MEMORY:
+            return Stored(outputs)
+        return InMemory(outputs.read(), outputs.labels, outputs.key.added)
     if noise is None:
         raise InputError("expected sigma or noise=..., under which the outputs were computed")
     if truth is None:

@@ -45,6 +45,11 @@ def joined(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
+def on_device(threshold: Tensor, like: Tensor) -> Tensor:
+    """A threshold beside what it is compared with. One number stays on the CPU: a GPU takes it along without a wait."""
+    return threshold if threshold.ndim == 0 else threshold.to(like.device)
+
+
 class Draws:
     """Noisy scores ``[..., N]``, draws last, with reductions computed once and kept together with N.
 

@@ -82,7 +82,7 @@ class Task(ABC):
         """Whether scores lie in [0, 1], which some methods assume."""
         return False
 
-    def uniform(self, stream: Stream, ids: Tensor) -> Tensor:  # noqa: ARG002
+    def uniform(self, stream: Stream, ids: Tensor) -> Tensor:
         """The random number of every point that a randomised score uses; zeros where there is none."""
         return torch.zeros(len(ids), device=ids.device)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from numpy import ndarray
 from torch import Tensor
@@ -16,7 +15,7 @@ from keepcover.guarantee import Guarantee
 from keepcover.noise import Stream
 from keepcover.noise.stream import probes
 from keepcover.scores import SCORES, CustomScore, Draws, Items, Reading, Score, get_score, top_label
-from keepcover.scores.draws import joined, pieces
+from keepcover.scores.draws import joined, on_device, pieces
 from keepcover.tasks.base import Rule, Task
 from keepcover.tasks.metrics import check_labels
 from keepcover.tasks.sets import PredictionSets
@@ -130,7 +129,7 @@ class Classification(Task):
         return self._score.support(scores)
 
     def inside(self, summary: Tensor, rule: Rule, threshold: Tensor) -> Tensor:
-        return summary <= threshold.to(summary.device)
+        return summary <= on_device(threshold, summary)
 
     def sizes(self, inside: Tensor) -> Tensor:
         return inside.sum(dim=1)
@@ -192,6 +191,7 @@ def exceedances(rows: Tensor, thresholds: ndarray) -> Tensor:
     """How many rows ``[r, N]`` exceed each threshold in exactly j of their draws, flat ``[thresholds * (N + 1)]``.
 
     Example:
+        >>> import numpy as np
         >>> exceedances(torch.tensor([[0.1, 0.9], [0.2, 0.3]]), np.array([0.5, np.inf])).view(2, 3)
         tensor([[1, 1, 0],
                 [2, 0, 0]])
