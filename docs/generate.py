@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +74,27 @@ def attack_table() -> str:
     return "\n".join(lines)
 
 
-def figure() -> str:
-    from keepcover.pages import plots
+def heading(rows: Any) -> str:
+    """The first line of a figure that was drawn from these rows."""
+    return f"<!-- rows {hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()}, two schemes -->"
 
-    rows = attack_rows()
-    digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-    return (
-        f"<!-- rows {digest}, two schemes -->\n"
-        + plots.adaptive_svg(plots.clean_and_attacked(rows, 0.1), FIGURE.stem)
-        + "\n"
-    )
+
+def figures() -> dict[Path, tuple[str, Callable[[], Any]]]:
+    """Every drawing of the docs: its first line, and what draws it."""
+    from tools import why
+
+    from keepcover.pages import plots
+    from keepcover.paper.reproduce.run import draw
+
+    drawn: dict[Path, tuple[str, Callable[[], Any]]] = {
+        WHY: (heading([why.ALPHA, why.R]), why.draw),
+        FIGURE: (heading(attack_rows()), lambda: plots.clean_and_attacked(attack_rows(), 0.1)),
+    }
+    for name in FIGURES:
+        rows, _ = reproduced(name)
+        path = ROOT / "docs" / "figures" / f"{name}.svg"
+        drawn[path] = (heading(rows), lambda name=name, rows=rows: draw(name, rows))
+    return drawn
 
 
 def cli_reference() -> str:
@@ -311,21 +323,6 @@ def reproduced_tables() -> str:
     return "\n".join(parts).rstrip()
 
 
-def reproduced_figures() -> dict[Path, str]:
-    """Drawings of results, each beginning with the digest of its rows."""
-    from keepcover.pages import plots
-    from keepcover.paper.reproduce.run import draw
-
-    drawn = {}
-    for name in FIGURES:
-        rows, _ = reproduced(name)
-        digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-        drawn[ROOT / "docs" / "figures" / f"{name}.svg"] = (
-            f"<!-- rows {digest}, two schemes -->\n" + plots.adaptive_svg(draw(name, rows), name) + "\n"
-        )
-    return drawn
-
-
 def hardware(manifest: dict[str, Any]) -> str:
     """One measurement's machine, versions, date and commit."""
     where, versions = manifest["hardware"], manifest["versions"]
@@ -372,7 +369,7 @@ def collapse() -> str:
     return (
         f"On CIFAR-10, ordinary conformal sets that cover {clean['mean']:.1%} of clean images cover {hit['mean']:.1%} "
         f"[{hit['low']:.1%}, {hit['high']:.1%}] of the same images attacked within a radius of {row['epsilon']:g}. They promised 90 %, "
-        "for images that nobody touched."
+        "for images that no attacker has touched."
     )
 
 
@@ -388,16 +385,6 @@ def headline() -> str:
         f"paper needs {before['draws']} evaluations for {before['size']:.2f} labels. Ordinary conformal prediction promises nothing under attack, "
         f"and covers {vanilla['attacked_coverage']['mean']:.3f}."
     )
-
-
-def why_figure() -> str:
-    """The figure of the first page, beginning with the digest of its parameters."""
-    from tools import why
-
-    from keepcover.pages import plots
-
-    digest = hashlib.sha256(json.dumps([why.ALPHA, why.R]).encode()).hexdigest()
-    return f"<!-- rows {digest}, two schemes -->\n" + plots.adaptive_svg(why.draw(), WHY.stem) + "\n"
 
 
 def with_section(text: str, name: str, body: str, page: str = README.name) -> str:
@@ -432,11 +419,13 @@ def main() -> None:
                 path.parent.mkdir(exist_ok=True)
                 path.write_text(text)
     # Fonts differ between machines: a figure is current when it was drawn from these rows.
-    for path, drawn in {WHY: why_figure(), FIGURE: figure(), **reproduced_figures()}.items():
-        if not path.exists() or path.read_text().splitlines()[0] != drawn.splitlines()[0]:
+    for path, (first, draw) in figures().items():
+        if not path.exists() or path.read_text().splitlines()[0] != first:
             stale.append(path.relative_to(ROOT))
             if not check:
-                path.write_text(drawn)
+                from keepcover.pages import plots
+
+                path.write_text(f"{first}\n{plots.adaptive_svg(draw(), path.stem)}\n")
     if check and stale:
         raise SystemExit(f"out of date: {', '.join(map(str, stale))}; run `make docs` and commit")
     print("docs are current" if not stale else f"wrote {', '.join(map(str, stale))}")

@@ -1,4 +1,4 @@
-"""Audit a predictor with somebody else's attack: foolbox or torchattacks where installed, a home-made one otherwise."""
+"""Audit a predictor with an attack from another library: foolbox or torchattacks where installed, a home-made one otherwise."""
 
 import torch
 from torch import Tensor, nn
@@ -62,4 +62,4 @@ torch.manual_seed(0)
 train, calibration, test = digits().split(800, 500, 100)
 model = fit_under_noise(SmallCNN(), *train.pair, sigma=SIGMA)
 predictor = keepcover.calibrate(model, calibration.pair, epsilon=EPSILON, sigma=SIGMA, draws=8)
-print(keepcover.attacks.audit(predictor, test.pair, attacks=available()))
+print(keepcover.audit(predictor, test.pair, attacks=available()))

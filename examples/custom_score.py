@@ -38,4 +38,4 @@ predictor = keepcover.calibrate(
 )
 sets = predictor.predict(inputs[1500:])
 print(sets)
-print(sets.evaluate(labels[1500:]))
+print(sets.measure(labels[1500:]))

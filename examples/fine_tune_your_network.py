@@ -43,7 +43,7 @@ for name, model in {"ordinary": ordinary, "fine-tuned": tuned}.items():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", keepcover.KeepcoverWarning)  # calibrate warns about the ordinary one, rightly
         predictor = keepcover.calibrate(model, calibration.pair, epsilon=EPSILON, sigma=SIGMA, draws=8, seed=0)
-    found = predictor.predict(test.images).evaluate(test.labels)
+    found = predictor.predict(test.images).measure(test.labels)
     print(
         f"{name:<12}{accuracy(model, 0.0):>10.3f}{accuracy(model, SIGMA):>13.3f}{found.size:>16.2f}{found.coverage.mean:>10.3f}"
     )

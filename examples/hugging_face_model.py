@@ -63,7 +63,7 @@ with warnings.catch_warnings(record=True) as caught:
     before = keepcover.calibrate(model, calibration.pair, epsilon=EPSILON, sigma=SIGMA, draws=4, seed=0)
 for warning in caught:
     print(f"warning: {warning.message}")
-print("before fine-tuning:", before.predict(test.images).evaluate(test.labels))
+print("before fine-tuning:", before.predict(test.images).measure(test.labels))
 
 fit_under_noise(model, *train.pair, sigma=SIGMA, epochs=60)
 predictor = keepcover.calibrate(
@@ -71,4 +71,4 @@ predictor = keepcover.calibrate(
 )
 sets = predictor.predict(test.images)
 print(sets.guarantee)
-print("after fine-tuning: ", sets.evaluate(test.labels))
+print("after fine-tuning: ", sets.measure(test.labels))

@@ -7,7 +7,7 @@ import torch
 
 import keepcover
 from keepcover.adapters import OnnxClassifier
-from keepcover.attacks.attacks import transfer
+from keepcover.attacks import transfer
 from keepcover.data import digits
 from keepcover.models import SmallCNN
 from keepcover.training import fit_under_noise
@@ -34,8 +34,8 @@ with tempfile.TemporaryDirectory() as folder:
     print(again.guarantee)
     sets = again.predict(test.images)
     print(sets)
-    print(sets.evaluate(test.labels))
+    print(sets.measure(test.labels))
 
     # No gradients come out of onnxruntime: search by queries, and transfer from the network we happen to have.
     attacks = {"queries": "random", "transfer": transfer(network, SIGMA, draws=8)}
-    print(keepcover.attacks.audit(again, test[:100].pair, attacks=attacks, steps=20, draws=8))
+    print(keepcover.audit(again, test[:100].pair, attacks=attacks, steps=20, draws=8))

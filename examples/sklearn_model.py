@@ -30,7 +30,5 @@ covered = mask[np.arange(len(y_test)), y_test].mean()
 print(f"coverage {covered:.2f}, mean size {mask.sum(axis=1).mean():.2f} of 3")
 
 # The same predictor in keepcover's own vocabulary: saving, auditing.
-report = keepcover.attacks.audit(
-    sets.predictor_, (test.astype(np.float32), y_test), attacks=["random"], steps=20, draws=8
-)
+report = keepcover.audit(sets.predictor_, (test.astype(np.float32), y_test), attacks=["random"], steps=20, draws=8)
 print(report)

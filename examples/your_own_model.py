@@ -24,7 +24,7 @@ print(predictor)
 
 sets = predictor.predict(test.images, epsilon=0.25)
 print(sets)
-print(sets.evaluate(test.labels))
+print(sets.measure(test.labels))
 
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "predictor.safetensors"
@@ -32,4 +32,4 @@ with tempfile.TemporaryDirectory() as folder:
     again = keepcover.load(path, model)
     print(f"loaded, {path.stat().st_size / 1024:.0f} KiB:", again.guarantee)
 
-print(keepcover.attacks.audit(predictor, test[:60].pair, steps=10, draws=8))
+print(keepcover.audit(predictor, test[:60].pair, steps=10, draws=8))

@@ -9,8 +9,10 @@ import torch
 
 from keepcover.adapters.proba import ProbabilityClassifier
 from keepcover.adapters.state import state_digest
+from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, install
-from keepcover.prediction.calibration import calibrate
+from keepcover.prediction import calibrate
+from keepcover.tasks import Classification
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, MetaEstimatorMixin, clone
@@ -127,21 +129,18 @@ class RobustSetClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
         known = {label: column for column, label in enumerate(self.classes_.tolist())}
         labels = torch.tensor([known.get(label, -1) for label in y[points].tolist()])
         holdout = max(1, min(500, len(points) // 10)) if self.holdout is None else self.holdout
+        names = tuple(str(label) for label in self.classes_)
         self.predictor_ = calibrate(
-            self.classifier_,
+            Smoother(self.classifier_, self.sigma, progress=False),
             (torch.from_numpy(X[points]), labels),
             alpha=self.alpha,
             epsilon=self.epsilon,
-            sigma=self.sigma,
             draws=self.draws,
             calibration_draws=self.calibration_draws,
             method=self.method,
-            score=self.nonconformity,
+            task=Classification(self.nonconformity, names, open_labels=True),
             holdout=holdout,
-            class_names=[str(label) for label in self.classes_],
-            open_labels=True,
             seed=None if self.random_state is None else int(random.randint(2**31)),
-            progress=False,
         )
         self.guarantee_ = self.predictor_.guarantee
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from keepcover.demo.demo import ALPHA, ATTACKED, RADII, DemoResult
+from keepcover.demo.demo import ALPHA, RADII, DemoResult
 from keepcover.files import make_folder, write_file
 from keepcover.pages import plots
 from keepcover.pages.audit_page import audit_page
@@ -17,7 +17,7 @@ from keepcover.pages.sections import curve_figures, radius_axis
 def write_report(result: DemoResult, folder: Path, figures: Path | None = None) -> Path:
     """Write ``report.html``, ``results.json`` and the predictor, figures too where they have a folder; returns the page."""
     make_folder(folder)
-    best = result.predictors["exact, 16 draws"]
+    best = result.best
     certified = {name: predictor.guarantee.certified for name, predictor in result.predictors.items()}
     axis = radius_axis(best.guarantee.threat)
     top = 1.05 * max(point[1] for points in result.curves.values() for point in points)
@@ -51,7 +51,7 @@ def write_report(result: DemoResult, folder: Path, figures: Path | None = None) 
         title="keepcover on handwritten digits",
         rows=result.rows(),
         text=f"A small CNN trained under {best.noise} (right on {result.accuracy:.0%} of noisy test draws). 500 calibration and "
-        f"500 test points, one split, alpha {ALPHA:g}. The attack is projected gradient ascent on the first {ATTACKED} test "
+        f"500 test points, one split, alpha {ALPHA:g}. The attack is projected gradient ascent on the first {len(result.audit.images)} test "
         "images. ",
         more=[costs, densities],
         origin={

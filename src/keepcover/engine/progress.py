@@ -1,4 +1,4 @@
-"""A progress line for long work: silent for the first two seconds, silent where nobody watches."""
+"""A progress line for long work: silent for the first two seconds, and where the output is no terminal."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from keepcover.noise import Noise, Stream, get_noise
 from keepcover.noise.stream import widened
 
 Classifier = nn.Module | Callable[[Tensor], Tensor]
+AUTOCAST = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _held: Counter[int] = Counter()  # by id of a module left in train mode: how many run it in eval mode now
 _holding = threading.RLock()  # reentrant: a generator that is collected may leave evaluation_mode inside of it
@@ -55,7 +56,7 @@ def evaluation_mode(model: Classifier) -> Iterator[None]:
         own = [module for module in model.modules() if module.training or id(module) in _held]
         _held.update(map(id, own))
     try:
-        if any(module.training for module in own):  # after they are held: now nobody puts them back
+        if any(module.training for module in own):  # after they are held: no other thread puts them back now
             model.eval()
         yield
     finally:
@@ -315,6 +316,23 @@ class Smoother:
         return out[:asked].float()
 
 
+def numeric_options(numerics: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a :class:`Smoother` with these :attr:`Smoother.numerics`; empty where none are known.
+
+    Example:
+        >>> numeric_options({"autocast": "bfloat16", "channels_last": True, "compile": False})
+        {'autocast': torch.bfloat16, 'channels_last': True, 'compile': False}
+    """
+    if not numerics:
+        return {}
+    flags = [type(numerics.get(name)) is bool for name in ("channels_last", "compile")]
+    if not all(flags) or len(numerics) != 3 or numerics.get("autocast", "") not in AUTOCAST:
+        raise InputError(
+            f"expected autocast (bfloat16, float16 or none), channels_last and compile (true or false), got {numerics}"
+        )
+    return {**numerics, "autocast": AUTOCAST[numerics["autocast"]]}
+
+
 @cache
 def _copying(device: torch.device) -> torch.cuda.Stream:
     """One stream per device for copies to it: memory is pooled by stream, and a new one each time would begin with none."""
@@ -355,7 +373,7 @@ def _expect_finite(flag: Tensor) -> None:
 
 
 def _all_finite(logits: Tensor) -> Tensor:
-    """Whether they are, as a tensor: one pass, nothing kept, and nobody waits. NaN is neither above nor below."""
+    """Whether they are, as a tensor: one pass, nothing kept, and the host does not wait. NaN is neither above nor below."""
     low, high = logits.aminmax()
     return (low > -torch.inf) & (high < torch.inf)
 

@@ -132,7 +132,7 @@ class Stream:
         (torch.Size([2, 4, 1, 8, 8]), True)
     """
 
-    seed: int = field(repr=False)  # whoever learns it knows the noise, and then nothing is certified
+    seed: int = field(repr=False)  # an attacker who learns it knows the noise, and then nothing is certified
     role: str
 
     def __post_init__(self) -> None:

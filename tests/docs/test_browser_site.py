@@ -20,9 +20,10 @@ import pytest
 pytest.importorskip("mkdocs", reason="needs the extra docs: make browser-test installs it")
 pytestmark = pytest.mark.browser
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "index",
+    "architecture",
     "quickstart",
     "methods",
     "mathematics",
@@ -115,8 +116,8 @@ def test_formulas_and_roles_of_docstrings() -> None:
     assert doctest.testmod(formulas).failed == 0
     with pytest.raises(ValueError, match=r"uses \\nosuch, which latex2mathml does not know"):
         formulas.formula(r"\nosuch")
-    assert '<autoref identifier="keepcover.bounds.bounds.dkw" optional>' in docstrings.rendered(
-        "see :func:`dkw`", "keepcover.bounds.bounds"
+    assert '<autoref identifier="keepcover.bounds.concentration.dkw" optional>' in docstrings.rendered(
+        "see :func:`dkw`", "keepcover.bounds.concentration"
     )
     assert (
         docstrings.rendered("Args:\n    a, b: both.\n    c: one.") == "Args:\n    a: both.\n    b: both.\n    c: one."

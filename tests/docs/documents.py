@@ -17,6 +17,7 @@ import typer.main
 from keepcover.cli import _repeat_method, app
 
 SHELLS = ("sh", "bash", "console")
+VALUED = ("--extra-index-url", "--index-url", "--constraint", "-c", "-r")  # options of pip that a value follows
 NOT_RUN = re.compile(r"^\*Not run by the tests: \w.*\.\*$")
 
 
@@ -127,10 +128,34 @@ def missing_files(text: str, root: Path) -> list[str]:
     return sorted(name for name in read if not (root / name).is_file())
 
 
-def unknown_extras(text: str, pyproject: str) -> list[str]:
-    """Extras that a page tells readers to install and the project does not have."""
-    named = {extra for group in re.findall(r"\.\[([a-z,-]+)\]'", text) for extra in group.split(",")}
-    return sorted(named - set(tomllib.loads(pyproject)["project"]["optional-dependencies"]))
+def installs(text: str) -> list[str]:
+    """What every ``pip install`` of a page, a message or a Dockerfile installs, without pip's own options.
+
+    A sentence may name another extra of the checkout without repeating the command: ``'.[demo]'``.
+    """
+    found: list[str] = re.findall(r"(?<![\w/])'(\.\[[\w,-]+\])'", text)
+    for line in re.findall(r"pip install +(.+)", text.replace("\\\n", " ")):
+        words = iter(re.findall(r"'[^']*'|[^\s'`]+", line))
+        for word in words:  # the first that is no option; what follows may be running text
+            if word in VALUED:
+                next(words, None)
+            elif not word.startswith("-"):
+                found.append(word.strip("'").rstrip('",;:)'))
+                break
+    return sorted(set(found))
+
+
+def install_problems(text: str, pyproject: str) -> list[str]:
+    """Installs of something else than the checkout with extras that it has. Nothing of ours is on a package index."""
+    extras = set(tomllib.loads(pyproject)["project"]["optional-dependencies"])
+    problems = []
+    for target in installs(text):
+        checkout = re.fullmatch(r"(?:\.|/src)(?:\[([\w,-]+)\])?", target)
+        if checkout is None:
+            problems.append(f"{target} is not the checkout")
+        elif unknown := sorted(set((checkout[1] or "").split(",")) - extras - {""}):
+            problems.append(f"{target}: no extra {', '.join(unknown)}")
+    return problems
 
 
 # -- links -------------------------------------------------------------------------------------------------------------
