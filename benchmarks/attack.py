@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.material import EPSILON, SIGMA, cifar10, network
 from benchmarks.timing import Options, beside, in_turn
-from keepcover.attacks.attacks import NoisyModel, pgd
-from keepcover.noise.stream import Stream
+from keepcover.attacks import NoisyModel, pgd
+from keepcover.noise import Stream
 
 
 def measure(options: Options) -> dict[str, Any]:

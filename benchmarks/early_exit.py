@@ -50,12 +50,7 @@ def _rows(predictor: Predictor, test: Tensor, draws: int, options: Options, sour
         options.repeats,
         options.device,
     )
-    sizes = {
-        "images": len(test),
-        "draws": draws,
-        "data": source,
-        "rule": type(predictor.levels[ALPHA, EPSILON].rule).name,
-    }
+    sizes = {"images": len(test), "draws": draws, "data": source, "rule": predictor.rule.name}
     more = {
         "mean_draws": float(used.double().mean()),
         "share_of_draws": float(used.double().mean()) / draws,

@@ -12,7 +12,7 @@ from benchmarks.material import HOLDOUT, FourScores, cifar10, logits_like_a_netw
 from benchmarks.timing import Options, Row, Work, beside, goal, in_turn
 from keepcover.engine.smoother import timed_algorithms
 from keepcover.models import ResNet50
-from keepcover.noise.stream import Stream
+from keepcover.noise import Stream
 
 
 def bare_forward(

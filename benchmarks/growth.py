@@ -22,8 +22,8 @@ from benchmarks.material import EPSILON, HOLDOUT, SIGMA, FourScores, logits_like
 from benchmarks.score_statistics import reduced
 from benchmarks.timing import Options, Row, goal, grown, seconds
 from keepcover.engine.smoother import Smoother
-from keepcover.evaluation.streaming import Question, evaluate_streaming
-from keepcover.noise.stream import Stream
+from keepcover.evaluation import Network, evaluate
+from keepcover.noise import Stream
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGENET = {"images": 50_000, "draws": 256, "classes": 1000}
@@ -95,8 +95,8 @@ def evaluate_once(n: int, draws: int, classes: int, holdout: int) -> int:
     """What the fresh process does."""
     generator = torch.Generator().manual_seed(0)
     data = torch.rand(n, 3, 2, 2, generator=generator), torch.randint(classes, (n,), generator=generator)
-    questions = Question(epsilon=EPSILON, methods=METHODS, transforms=("none",))
-    evaluate_streaming(cheap(classes), data, questions, draws=draws, splits=2, holdout=holdout)
+    source = Network(cheap(classes), data, draws, Stream(0, "test"))
+    evaluate(source, epsilon=EPSILON, methods=METHODS, transforms=("none",), splits=2, holdout=holdout)
     return peak_memory()
 
 

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.material import HOLDOUT, FourScores, cifar10, logits_like_a_network, network, smoother
 from benchmarks.timing import Options, Work, beside, in_turn
-from keepcover.noise.stream import Stream
+from keepcover.noise import Stream
 
 
 def measure(options: Options) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from benchmarks.material import (
 from benchmarks.timing import Options, Work, beside, goal, in_turn
 from keepcover import Predictor, Smoother, calibrate
 from keepcover.errors import KeepcoverWarning
-from keepcover.noise.stream import Stream
+from keepcover.noise import Stream
 
 BETA = 0.001
 BATCH = 1024  # noisy images
@@ -129,7 +129,7 @@ def rendered(model: nn.Module, holdout: Mapping[str, list[float]], device: str =
 
 
 def holdout_scores(ours: FourScores) -> dict[str, list[float]]:
-    return {"HPS": ours.hps.holdout.tolist(), "APS": ours.aps.holdout.tolist()}
+    return {"HPS": ours.hps.reference.tolist(), "APS": ours.aps.reference.tolist()}
 
 
 def largest_difference(images: int = 16, draws: int = 32, classes: int = 10) -> float:
@@ -220,10 +220,10 @@ def _mean_sets(options: Options, engine: Smoother, predictor: Predictor, test: T
 
     The latter from our engine, which computes the same statistics (``largest_difference``); the better of two scores.
     """
-    found = predictor.predict(test, seed=1).evaluate(truth)
+    found = predictor.predict(test, seed=1).measure(truth)
     sizes = {}
     for score in ("hps", "aps"):
-        other, *_ = _predictor(options, engine, 256, method="rscp_plus_bernstein", transform="ptt", score=score)
+        other, *_ = _predictor(options, engine, 256, method="rscp_plus_bernstein", score=score)
         sizes[score] = float(other.predict(test, seed=1).size.double().mean())
     return {"mean_set": found.size, "coverage": found.coverage.mean, "published_mean_set": min(sizes.values())}
 

@@ -42,6 +42,7 @@ MEASUREMENTS = {
     "ray": "benchmarks.ray_cluster",
     "growth": "benchmarks.growth",
     "attack": "benchmarks.attack",
+    "importing": "benchmarks.importing",
 }
 ON_A_GPU = ("engine", "published", "ptt", "early_exit", "attack")  # the others do not run a network on it
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import warnings
 
+from keepcover.errors import install
+
 
 def _one_line(message: Warning | str, *_: object, **__: object) -> None:
     from keepcover.cli.console import err
@@ -19,7 +21,7 @@ def main() -> int:
     except ModuleNotFoundError as missing:
         if (missing.name or "").split(".")[0] not in ("typer", "rich"):
             raise
-        sys.stderr.write("error: the command line needs typer and rich: pip install '.[cli]' in a checkout\n")
+        sys.stderr.write(f"error: the command line needs typer and rich: {install('cli')}\n")
         return 2
     warnings.showwarning = _one_line  # where in the code a warning arose helps nobody here
     return run()

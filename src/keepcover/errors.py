@@ -9,3 +9,13 @@ class InputError(ValueError):
 
 class KeepcoverWarning(UserWarning):
     """Input that is accepted but is known to ruin results (train mode, wrong pixel range, useless accuracy)."""
+
+
+def install(extra: str) -> str:
+    """How to get an optional part of the library: every message that names one ends with this.
+
+    Example:
+        >>> install("serve")
+        "pip install '.[serve]' in a checkout"
+    """
+    return f"pip install '.[{extra}]' in a checkout"

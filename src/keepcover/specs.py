@@ -21,8 +21,8 @@ from keepcover.engine.smoother import Classifier
 from keepcover.errors import InputError
 from keepcover.models import CifarResNet, ResNet50, SmallCNN, find_weights, load_head, load_weights
 from keepcover.noise.stream import widened
+from keepcover.prediction import Predictor
 from keepcover.prediction.artifact import load, read
-from keepcover.prediction.predictor import Predictor
 from keepcover.store.logits_file import names_in, read_arrays
 from keepcover.tasks.metrics import check_labels
 
@@ -128,7 +128,7 @@ def load_predictor(
     fingerprint: str | None = None,
 ) -> Predictor:
     """A saved predictor with its model, which is named as for :func:`load_model`."""
-    classes = read(path)[0]["classes"]
+    classes = read(path)[0]["task"].get("classes") or 0
     if model in MODELS and weights is None:
         raise InputError(f"{model} needs --weights FILE: those that the predictor was calibrated with")
     network = load_model(model, weights, classes, device, output)

@@ -18,7 +18,7 @@ from keepcover.noise import cpu as noise_cpu
 from keepcover.noise import stream as noise
 from keepcover.noise.stream import Stream
 
-from .test_noise import KNOWN, words
+from tests.noise.known import KNOWN, words
 
 patient = settings(deadline=None, derandomize=True)
 word = st.integers(0, 2**32 - 1)
@@ -43,7 +43,7 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
 
 def reference_words(stream: Stream, ids: list[int], draws: range, size: int) -> Tensor:
     """[b, d, size rounded up to whole counters], each number's counter computed on its own."""
-    digest = hashlib.sha256(f"keepcover/gaussian/{stream.role}/{stream.seed}".encode()).digest()
+    digest = hashlib.sha256(f"holdfast/gaussian/{stream.role}/{stream.seed}".encode()).digest()
     k0, k1, low, high = (int.from_bytes(digest[at : at + 4], "little") for at in (0, 4, 8, 12))
     return torch.tensor(
         [

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepcover.errors import InputError
-from keepcover.scores.draws import Draws, in_pieces, pieces
+from keepcover.scores import Draws, Items
+from keepcover.scores.draws import in_pieces, pieces
 
 patient = settings(deadline=None, derandomize=True)
 
@@ -78,3 +79,13 @@ def test_bad_draws_are_refused() -> None:
         _ = Draws(torch.zeros(2, 1)).variance
     with pytest.raises(InputError, match="at least 1, got 0"):
         Draws(torch.zeros(2, 8)).largest(0)
+
+
+def test_items_keep_their_points_and_weights_when_draws_are_fewer() -> None:
+    values, weight = torch.rand(6, 8), torch.tensor([0.5, 0.5, 1.0, 0.2, 0.3, 0.5])
+    items = Items(Draws(values), points=9, weight=weight)
+    fewer = items.first(3)
+    assert torch.equal(fewer.draws.values, values[:, :3])
+    assert (fewer.points, fewer.weight) == (9, weight)
+    single = Items.single(Draws(values))
+    assert (single.points, single.weight) == (6, None)

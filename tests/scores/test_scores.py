@@ -16,9 +16,10 @@ from scipy import stats
 from torch import Tensor
 
 from keepcover.errors import InputError
-from keepcover.scores.scores import (
+from keepcover.scores import (
     APS,
     HPS,
+    PTT,
     RAPS,
     CustomScore,
     Score,
@@ -31,7 +32,6 @@ from keepcover.scores.scores import (
     raps,
     top_label,
 )
-from keepcover.scores.transforms import PTT
 
 patient = settings(deadline=None, derandomize=True)
 
@@ -327,7 +327,7 @@ def test_golden_scores(name: str, golden_folder: Path) -> None:
         "hps": lambda: hps(logits),
         "aps": lambda: aps(logits, u),
         "raps": lambda: raps(logits, u, penalty=0.2, k_reg=1),
-        "ptt_hps": lambda: PTT(holdout, **golden["ptt"])(hps(logits)),
+        "ptt_hps": lambda: PTT(golden["ptt"]["T"]).fit(holdout, 1 - golden["ptt"]["b"])(hps(logits)),
     }[name]()
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 

@@ -12,7 +12,8 @@ from scipy import stats
 from torch import Tensor
 
 from keepcover.errors import InputError
-from keepcover.scores.transforms import PTT, random_rank, rank, sigmoid
+from keepcover.scores import PTT
+from keepcover.scores.transforms import rank, sigmoid
 
 patient = settings(deadline=None, derandomize=True)
 
@@ -30,11 +31,11 @@ def uniform_on_cells(cells: Tensor, count: int) -> bool:
 
 
 @patient
-@given(values, values, st.sampled_from([0.9, 0.5, 0.33]), st.sampled_from([1 / 400, 0.025, 1.0]))
-def test_ptt_is_the_sigmoid_of_the_rank(holdout: Tensor, scores: Tensor, b: float, T: float) -> None:
-    holdout = holdout.sort().values
+@given(values, values, st.sampled_from([0.1, 0.5, 0.67]), st.sampled_from([1 / 400, 0.025, 1.0]))
+def test_ptt_is_the_sigmoid_of_the_rank(holdout: Tensor, scores: Tensor, alpha: float, T: float) -> None:
+    holdout, b = holdout.sort().values, 1 - alpha
     expected = [1 / (1 + math.exp(-max((int((holdout <= s).sum()) / len(holdout) - b) / T, -700))) for s in scores]
-    actual = PTT(holdout, b, T)(scores)
+    actual = PTT(T).fit(holdout, alpha)(scores)
     torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-300)
     torch.testing.assert_close(sigmoid(rank(scores, holdout).double(), b, T), actual, rtol=1e-3, atol=1e-4)
 
@@ -49,21 +50,42 @@ def test_rank_counts_holdout_scores_at_most_s(holdout: Tensor, scores: Tensor) -
 @patient
 @given(values, values)
 def test_ptt_is_monotone(holdout: Tensor, scores: Tensor) -> None:
-    assert (PTT.fit(holdout, T=0.1)(scores.sort().values).diff() >= 0).all()
+    assert (PTT(0.1).fit(holdout)(scores.sort().values).diff() >= 0).all()
 
 
 def test_ptt_keeps_the_shape_and_sorts_its_holdout() -> None:
     holdout, scores = torch.rand(50), torch.rand(2, 3, 4)
-    flat = PTT.fit(holdout)(scores.flatten())
-    assert torch.equal(PTT.fit(holdout.flip(0))(scores).flatten(), flat)
-    assert torch.equal(PTT.fit(holdout)(scores.transpose(0, 2)), flat.view(2, 3, 4).transpose(0, 2))
+    flat = PTT().fit(holdout)(scores.flatten())
+    assert torch.equal(PTT().fit(holdout.flip(0))(scores).flatten(), flat)
+    assert torch.equal(PTT().fit(holdout)(scores.transpose(0, 2)), flat.view(2, 3, 4).transpose(0, 2))
+
+
+@pytest.mark.parametrize("piece", [1, 7, 2**18])
+def test_pieces_change_nothing(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, scores = PTT().fit(torch.rand(50)), torch.rand(5, 6)
+    whole = steps(scores)
+    monkeypatch.setattr("keepcover.scores.transforms.PIECE", piece)
+    assert torch.equal(steps(scores), whole)
+
+
+def test_what_an_attack_climbs_meets_the_steps_at_the_reference() -> None:
+    """Straight lines between steps: the same values at reference scores but the first, nondecreasing, with a gradient."""
+    holdout = torch.rand(30, dtype=torch.float64)
+    steps, at = PTT(0.1).fit(holdout), holdout.sort().values[1:]
+    torch.testing.assert_close(steps.smooth(at), steps(at))
+    scores = torch.linspace(0.05, 0.95, 200, dtype=torch.float64, requires_grad=True)
+    smooth = steps.smooth(scores)
+    assert (smooth.diff() >= 0).all()
+    (gradient,) = torch.autograd.grad(smooth.sum(), scores)
+    assert (gradient >= 0).all()
+    assert (gradient > 0).double().mean() > 0.9
 
 
 def test_fit_is_centred_at_one_minus_alpha() -> None:
     """A score at the (1 - alpha)-quantile of the holdout maps to 1/2."""
-    ptt = PTT.fit(torch.linspace(0, 1, 1001, dtype=torch.float64)[1:], alpha=0.2)
-    assert ptt(torch.tensor([0.8005], dtype=torch.float64)).item() == pytest.approx(0.5, abs=1e-9)
-    assert ptt.T == 1 / 400
+    steps = PTT().fit(torch.linspace(0, 1, 1001, dtype=torch.float64)[1:], alpha=0.2)
+    assert steps(torch.tensor([0.8005], dtype=torch.float64)).item() == pytest.approx(0.5, abs=1e-9)
+    assert PTT().T == 1 / 400
 
 
 def test_as_the_temperature_vanishes_the_mean_is_a_count() -> None:
@@ -71,7 +93,7 @@ def test_as_the_temperature_vanishes_the_mean_is_a_count() -> None:
     generator = torch.Generator().manual_seed(0)
     holdout = torch.rand(99, generator=generator, dtype=torch.float64)
     draws = torch.rand(200, 32, generator=generator, dtype=torch.float64)
-    means = PTT.fit(holdout, alpha=0.1, T=1e-12)(draws).mean(dim=1)
+    means = PTT(1e-12).fit(holdout, alpha=0.1)(draws).mean(dim=1)
     step = holdout.sort().values[89]  # the first whose rank, 90/99, is above 0.9
     assert torch.equal(means, (draws >= step).double().mean(dim=1))
 
@@ -83,32 +105,18 @@ def test_the_rank_of_a_fresh_score_is_uniform() -> None:
     holdout, fresh = scores[:, :m].sort(dim=1).values, scores[:, m:]
     cells = torch.stack([rank(s, h) for s, h in zip(fresh, holdout)])[:, 0] * m
     assert uniform_on_cells(cells.round().long(), m + 1)
-
-
-@pytest.mark.parametrize("levels", [1, 2, 5])
-def test_random_tie_breaking_keeps_the_rank_uniform(levels: int) -> None:
-    """Exact tests, false-alarm rate 1e-5; without the tie-breaking the same test rejects."""
-    m, repetitions = 5, 6000
-    generator = torch.Generator().manual_seed(levels)
-    scores = torch.randint(levels, (repetitions, m + 1), generator=generator).double()
-    holdout, fresh = scores[:, :m].sort(dim=1).values, scores[:, m:]
-    broken = torch.stack([random_rank(s, h, generator) for s, h in zip(fresh, holdout)])[:, 0] * m
-    assert uniform_on_cells(broken.round().long(), m + 1)
-    plain = torch.stack([rank(s, h) for s, h in zip(fresh, holdout)])[:, 0] * m
-    assert not uniform_on_cells(plain.round().long(), m + 1)
-
-
-def test_without_ties_there_is_nothing_to_break() -> None:
-    holdout, scores = torch.rand(100).sort().values, torch.rand(7, 11)
-    assert torch.equal(random_rank(scores, holdout), rank(scores, holdout))
+    tied = (scores * 2).round()
+    holdout, fresh = tied[:, :m].sort(dim=1).values, tied[:, m:]
+    cells = torch.stack([rank(s, h) for s, h in zip(fresh, holdout)])[:, 0] * m
+    assert not uniform_on_cells(cells.round().long(), m + 1)  # and the test can tell
 
 
 def test_bad_holdouts_are_refused() -> None:
-    with pytest.raises(InputError, match="NaN or infinity"):
-        PTT.fit(torch.tensor([0.1, math.nan]))
-    with pytest.raises(InputError, match="NaN or infinity"):
-        PTT.fit(torch.tensor([0.1, math.inf]))
+    for bad in (math.nan, math.inf):
+        with pytest.raises(InputError, match="NaN or infinity"):
+            PTT().fit(torch.tensor([0.1, bad]))
     with pytest.raises(InputError, match="vector of holdout scores"):
-        PTT(torch.zeros(0))
-    with pytest.raises(InputError, match="T > 0"):
-        PTT.fit(torch.tensor([0.1, 0.2]), T=0.0)
+        PTT().fit(torch.zeros(0))
+    for temperature in (0.0, math.nan):
+        with pytest.raises(InputError, match="T > 0"):
+            PTT(temperature)

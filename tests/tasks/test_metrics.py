@@ -9,7 +9,8 @@ import torch
 from scipy import stats
 
 from keepcover.errors import InputError
-from keepcover.tasks.metrics import Proportion, Spread, check_labels, evaluate
+from keepcover.tasks import Proportion, Spread
+from keepcover.tasks.metrics import check_labels, measure
 
 # Sizes 1, 2, 0, 3, 1 and 1; the true label is in rows 0, 1 and 3.
 MASK = torch.tensor([[1, 0, 0], [0, 1, 1], [0, 0, 0], [1, 1, 1], [0, 0, 1], [0, 1, 0]], dtype=torch.bool)
@@ -17,7 +18,7 @@ LABELS = torch.tensor([0, 2, 2, 2, 0, 0])
 
 
 def test_evaluation_counts() -> None:
-    result = evaluate(MASK, LABELS)
+    result = measure(MASK, LABELS)
     assert (result.coverage.mean, result.coverage.count) == (0.5, 6)
     assert result.size == pytest.approx(8 / 6)
     assert result.size_std == pytest.approx(math.sqrt((3 * 1 / 9 + 4 / 9 + 16 / 9 + 25 / 9) / 5))
@@ -37,7 +38,7 @@ def test_evaluation_counts() -> None:
 
 
 def test_one_image_has_no_spread() -> None:
-    result = evaluate(MASK[:1], LABELS[:1])
+    result = measure(MASK[:1], LABELS[:1])
     assert (result.size, result.size_std, result.coverage.mean) == (1.0, 0.0, 1.0)
 
 
@@ -83,4 +84,4 @@ def test_bad_labels_are_refused(labels: torch.Tensor, message: str) -> None:
 
 def test_an_empty_mask_is_refused() -> None:
     with pytest.raises(InputError, match="non-empty mask"):
-        evaluate(torch.zeros(0, 3, dtype=torch.bool), torch.zeros(0, dtype=torch.int64))
+        measure(torch.zeros(0, 3, dtype=torch.bool), torch.zeros(0, dtype=torch.int64))

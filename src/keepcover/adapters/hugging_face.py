@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keepcover.errors import InputError
+from keepcover.errors import InputError, install
 from keepcover.models.small_cnn import Normalize
 
 MOST_JSON = 1 << 22  # bytes of a settings file; 22 000 classes take 1 MB
@@ -81,7 +81,7 @@ def from_hugging_face(
     try:
         from transformers import AutoModelForImageClassification  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise InputError("Hugging Face models need transformers: pip install '.[hugging-face]' in a checkout") from None
+        raise InputError(f"Hugging Face models need transformers: {install('hugging-face')}") from None
     if (mean is None) != (std is None):
         raise InputError("expected mean and std together, or neither")
     preprocessor = _preprocessor(folder)

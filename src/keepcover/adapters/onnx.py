@@ -13,7 +13,7 @@ from torch import Tensor
 from keepcover.adapters.batching import in_batches
 from keepcover.adapters.onnx_files import external_files
 from keepcover.adapters.proba import log_probabilities
-from keepcover.errors import InputError
+from keepcover.errors import InputError, install
 
 _DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
 
@@ -165,7 +165,7 @@ def _session(path: Path, device: torch.device) -> Any:
     try:
         import onnxruntime
     except ImportError:
-        raise InputError("ONNX models need onnxruntime: pip install '.[onnx]' in a checkout") from None
+        raise InputError(f"ONNX models need onnxruntime: {install('onnx')}") from None
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3

@@ -10,7 +10,7 @@ import torch
 from keepcover.adapters.proba import ProbabilityClassifier
 from keepcover.adapters.state import state_digest
 from keepcover.engine.smoother import Smoother
-from keepcover.errors import InputError
+from keepcover.errors import InputError, install
 from keepcover.prediction import calibrate
 from keepcover.tasks import Classification
 
@@ -23,7 +23,7 @@ try:
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_is_fitted, validate_data
 except ImportError:
-    raise InputError("this adapter needs scikit-learn 1.6 or newer: pip install '.[sklearn]' in a checkout") from None
+    raise InputError(f"this adapter needs scikit-learn 1.6 or newer: {install('sklearn')}") from None
 
 
 # float64 stays as it is: noise must be added before anything is rounded, or an attack can hide in the rounding.

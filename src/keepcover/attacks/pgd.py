@@ -16,6 +16,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepcover.attacks.losses import Loss, mean_softmax
+from keepcover.engine.devices import checked_device
 from keepcover.engine.inputs import check_images
 from keepcover.engine.progress import Bar, Report
 from keepcover.engine.smoother import Classifier, evaluation_mode
@@ -176,7 +177,7 @@ def pgd(
     if len(labels) != len(images):
         raise InputError(f"expected one label per image, got {len(images)} images and {len(labels)} labels")
     parameter = next(noisy.model.parameters(), None) if isinstance(noisy.model, torch.nn.Module) else None
-    place = torch.device(device if device is not None else "cpu" if parameter is None else parameter.device)
+    place = checked_device(device if device is not None else "cpu" if parameter is None else parameter.device)
     ids = torch.arange(len(images)) if ids is None else ids
     rows = rows or (2**20 if place.type == "cpu" else 2**24) // max(1, images[0].numel())
     per_chunk = max(1, rows // noisy.rows)

@@ -15,7 +15,7 @@ from keepcover.bounds.laws import (
     risk_control_law,
 )
 from keepcover.bounds.majorant import is_majorant, majorant, majorant_cost, majorant_gap
-from keepcover.bounds.quantile import conformal_quantile, conformal_rank, exact_level
+from keepcover.bounds.quantile import conformal_quantile, conformal_rank, exact_level, order_statistic
 
 __all__ = [
     "Counts",
@@ -39,5 +39,6 @@ __all__ = [
     "majorant",
     "majorant_cost",
     "majorant_gap",
+    "order_statistic",
     "risk_control_law",
 ]

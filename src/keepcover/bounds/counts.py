@@ -65,7 +65,8 @@ class Counts:
         A randomised boundary forgives one more with probability ``gamma``.
         """
         attacked = self.threat.up(q)
-        strict, lenient = (binomial_tail(self.draws, np.add(kappa, more), attacked) for more in (1, 2))
+        strict = binomial_tail(self.draws, np.add(kappa, 1), attacked)
+        lenient = binomial_tail(self.draws, np.add(kappa, 2), attacked) if np.any(gamma) else 0.0
         return (1 - gamma) * strict + gamma * lenient
 
     def grid(self, finer: int = 1) -> ndarray:
@@ -77,17 +78,17 @@ class Counts:
         if self.tampering is not None:
             coarse = np.union1d(coarse, self.tampering.grid())
         inside = np.unique(coarse[(coarse > 0) & (coarse < 1)])
-        odds = np.linspace(logit(inside[:-1]), logit(inside[1:]), finer, endpoint=False, axis=1)
-        return np.unique(np.concatenate([[0.0], inside, expit(odds[:, 1:]).ravel(), [1.0]]))
+        return np.unique(np.concatenate([[0.0], between(inside[:-1], inside[1:], finer), inside[-1:], [1.0]]))
 
 
-def between(low: float, high: float, parts: int) -> ndarray:
-    """``parts`` probabilities from ``low`` on, evenly spaced in log-odds up to and without ``high``.
+def between(low: Any, high: Any, parts: int) -> ndarray:
+    """Every cell from ``low`` to ``high`` cut into ``parts``, evenly in log-odds: where the parts begin, flat.
 
     Example:
-        >>> between(0.2, 0.8, 2).round(3)
-        array([0.2, 0.5])
+        >>> between([0.2, 0.8], [0.8, 0.9], 2).round(3)
+        array([0.2 , 0.5 , 0.8 , 0.857])
     """
-    points = expit(np.linspace(logit(low), logit(high), parts + 1)[:-1])
-    points[0] = low
-    return np.clip(points, low, high)
+    low, high = np.atleast_1d(low), np.atleast_1d(high)
+    points = expit(np.linspace(logit(low), logit(high), parts, endpoint=False, axis=1))
+    points[:, 0] = low
+    return np.clip(points, low[:, None], high[:, None]).ravel()

@@ -92,7 +92,7 @@ def hull_bracket(counts: Counts, c: int, kappa: int, alpha: float, gamma: float 
         mu = (f[j] - f[i]) / (h[j] - h[i])
         worst_corner = f[:-1] + mu * (alpha - h[1:])
         coarse = np.flatnonzero(worst_corner[1:-1] < hopeful * (1 - 5e-5)) + 1
-        q = np.unique(np.concatenate([q, *[between(q[k], q[k + 1], 5) for k in coarse]]))
+        q = np.unique(np.concatenate([q, between(q[coarse], q[coarse + 1], 5)]))
     chord = f[i] + (f[j] - f[i]) / (h[j] - h[i]) * (alpha - h[i])  # between points of the curve, hence below the hull
     return min(max(float(safe) * (1 - 1e-9), 0.0), 1.0), min(float(chord) * (1 + 1e-9), 1.0)
 

@@ -7,7 +7,6 @@ of g over calibration points at alpha then controls the attacked miss rate at al
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -83,8 +82,8 @@ def majorant(
     cost = np.array([weights.sum(), *(weights[j:].sum() + INCREMENT_COST for j in steps)])
     q, expect, need = _cells(counts, kappa, gamma)
     tight = np.flatnonzero(expect @ _solve(cost, expect, need) - need < 1e-7)
-    finer = [between(float(q[k]), float(q[k + 1]), 8) for k in np.clip(tight, 1, len(q) - 3)]
-    q = np.unique(np.concatenate([q, *finer]))
+    tight = np.clip(tight, 1, len(q) - 3)
+    q = np.unique(np.concatenate([q, between(q[tight], q[tight + 1], 8)]))
     expect, need = _constraints(q, counts, kappa, gamma)
     rises = np.zeros(counts.calibration_draws + 1)
     rises[[0, *steps]] = np.maximum(_solve(cost, expect, need), 0.0)
@@ -149,8 +148,7 @@ def is_majorant(g: Any, counts: Counts, kappa: int, gamma: float = 0.0) -> bool:
     """
     rises = np.diff(np.asarray(g, dtype=np.float64), prepend=0.0)
     q = _cells(counts, kappa, gamma)[0]
-    inner = [between(low, high, 8) for low, high in pairwise(q[1:-1])]
-    q = np.unique(np.concatenate([q, *inner]))
+    q = np.unique(np.concatenate([q, between(q[1:-2], q[2:-1], 8)]))
     at = np.flatnonzero(rises)
     expect = binomial_tail(len(rises) - 1, at[:, None], counts.seen(q[:-1])).T @ rises[at]
     return bool(np.all(np.diff(g) >= 0) and np.all(expect >= counts.missed(kappa, q[1:], gamma) - 1e-12))

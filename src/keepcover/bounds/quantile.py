@@ -33,8 +33,25 @@ def conformal_rank(n: int, alpha: Fraction) -> int:
     return n + 1 - math.floor((n + 1) * alpha)
 
 
+def order_statistic(scores: Float[Tensor, " n"], rank: int) -> float:
+    """The ``rank``-th smallest score: +inf above n, -inf below 1, never interpolated.
+
+    Example:
+        >>> import torch
+        >>> order_statistic(torch.tensor([3.0, 1.0, 2.0]), 2), order_statistic(torch.tensor([3.0, 1.0, 2.0]), 4)
+        (2.0, inf)
+    """
+    if scores.ndim != 1 or len(scores) == 0:
+        raise InputError(f"expected a non-empty vector of calibration scores, got shape {tuple(scores.shape)}")
+    if scores.isnan().any():
+        raise InputError("calibration scores contain NaN; a NaN has no rank, so no guarantee can be given")
+    if rank > len(scores):
+        return math.inf
+    return -math.inf if rank < 1 else float(scores.kthvalue(rank).values)
+
+
 def conformal_quantile(scores: Float[Tensor, " n"], alpha: Fraction | float) -> float:
-    """The conformal threshold at miscoverage alpha: an order statistic, never interpolated; +inf if n is too small.
+    """The conformal threshold at miscoverage alpha: an order statistic; +inf if n is too small.
 
     A ``float`` is taken as typed (:func:`exact_level`); computed levels come as ``Fraction(value)``.
 
@@ -45,11 +62,4 @@ def conformal_quantile(scores: Float[Tensor, " n"], alpha: Fraction | float) -> 
         >>> conformal_quantile(torch.arange(1.0, 9.0), 0.1)
         inf
     """
-    if scores.ndim != 1 or len(scores) == 0:
-        raise InputError(f"expected a non-empty vector of calibration scores, got shape {tuple(scores.shape)}")
-    if scores.isnan().any():
-        raise InputError("calibration scores contain NaN; a NaN has no rank, so no guarantee can be given")
-    rank = conformal_rank(len(scores), exact_level(alpha))
-    if rank > len(scores):
-        return math.inf
-    return -math.inf if rank < 1 else float(scores.kthvalue(rank).values)
+    return order_statistic(scores, conformal_rank(len(scores), exact_level(alpha)))

@@ -9,24 +9,24 @@ from typing import Any
 import typer
 import typer.main
 
-from keepcover.cli import commands, data, explore, predictor, reproduce, serve, smooth, train
+from keepcover.cli import audit, data, demo, evaluate, explore, plan, predictor, reproduce, serve, smooth, train
 from keepcover.cli.console import app, err
 from keepcover.errors import InputError
 from keepcover.methods import METHODS
 
-__all__ = [
-    "app",
-    "commands",
-    "data",
-    "every_command",
-    "explore",
-    "main",
-    "predictor",
-    "reproduce",
-    "serve",
-    "smooth",
-    "train",
-]
+COMMANDS = (
+    audit,
+    data,
+    demo,
+    evaluate,
+    explore,
+    plan,
+    predictor,
+    reproduce,
+    serve,
+    smooth,
+    train,
+)  # importing one registers it
 
 
 def every_command() -> list[tuple[tuple[str, ...], Any]]:
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except InputError as error:
-        err.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        err.print(f"error: {error}", style="red")
         return 2
     except typer.Exit as stop:
         return stop.exit_code
@@ -78,5 +78,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if message is None:
             raise
         if message():  # a usage error of the command line itself; without a message it has shown its help
-            err.print(f"error: {message()}", style="red", highlight=False, markup=False, soft_wrap=True)
+            err.print(f"error: {message()}", style="red")
         return 2

@@ -6,15 +6,21 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.status import Status
 from rich.table import Table
+
+from keepcover.errors import InputError
+
+if TYPE_CHECKING:
+    from keepcover.noise import Noise
 
 app = typer.Typer(
     help="Prediction sets that keep their coverage under attack.",
@@ -31,7 +37,7 @@ class Plain(Console):
     """A console that shows text as it is: names out of a file cannot move the cursor, and brackets are no markup."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, emoji=False, **options)
+        super().__init__(markup=False, emoji=False, highlight=False, soft_wrap=True, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for text, style, control in super().render(renderable, options):
@@ -51,8 +57,17 @@ TransformName = Literal["none", "ptt", "both"]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Alpha = Annotated[float, typer.Option(help="Miscoverage: 0.1 promises that 90 % of sets hold the truth.")]
-Epsilon = Annotated[float, typer.Option(help="L2 radius of the attack, in pixel units (images in [0, 1]).")]
-Sigma = Annotated[float, typer.Option(help="Standard deviation of the Gaussian noise, in pixel units.")]
+Epsilon = Annotated[
+    float, typer.Option(help="Radius of the attack in the norm that the noise certifies, in the units of the inputs.")
+]
+Sigma = Annotated[float, typer.Option(help="Standard deviation of the Gaussian noise, in the units of the inputs.")]
+MaybeSigma = Annotated[
+    float | None, typer.Option("--sigma", help="Standard deviation of Gaussian noise, in the units of the inputs.")
+]
+NoiseSpec = Annotated[
+    str | None, typer.Option("--noise", help="Any noise as name:numbers, in place of `--sigma`: `gaussian:0.25`.")
+]
+NormName = Annotated[str | None, typer.Option("--norm", help="Norm of epsilon; the noise's own by default.")]
 ModelSpec = Annotated[
     str,
     typer.Option(
@@ -96,6 +111,24 @@ Figures = Annotated[
 Seed = Annotated[int, typer.Option(help="Seed of splits, noise and training: the same seed gives the same numbers.")]
 
 
+def asked_noise(sigma: float | None, noise: str | None) -> Noise | None:
+    """What ``--sigma`` or ``--noise`` asks for; None where neither is given."""
+    from keepcover.noise import get_noise
+
+    if sigma is not None and noise is not None:
+        raise InputError("--sigma is short for --noise gaussian:SIGMA; give one of the two")
+    asked = sigma if noise is None else noise
+    return None if asked is None else get_noise(asked)
+
+
+def some_noise(sigma: float | None, noise: str | None) -> Noise:
+    """The same where there must be one."""
+    asked = asked_noise(sigma, noise)
+    if asked is None:
+        raise InputError("expected --sigma, the standard deviation of Gaussian noise, or --noise NAME:NUMBERS")
+    return asked
+
+
 def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
@@ -109,6 +142,25 @@ def read_names(given: str | None) -> tuple[str, ...] | None:
     return tuple(line.strip() for line in lines if line.strip())
 
 
+def read_shape(given: str | None) -> tuple[int, ...] | None:
+    """The shape of an input as the command line takes it.
+
+    Example:
+        >>> read_shape("3x32x32")
+        (3, 32, 32)
+    """
+    if given is None:
+        return None
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", given):
+        raise InputError(f"expected a shape as numbers joined by x, for instance 3x32x32, got {given!r}")
+    return tuple(int(part) for part in given.split("x"))
+
+
+def told(status: Status) -> Callable[[str], None]:
+    """What shows progress: the line that turns on a terminal, lines of their own elsewhere."""
+    return lambda text: status.update(text) if err.is_terminal else err.print(text)
+
+
 def command_line() -> str:
     """The command as another person would type it: of files and folders of this machine only their names."""
 
@@ -120,12 +172,12 @@ def command_line() -> str:
     return " ".join(["keepcover", *map(plain, sys.argv[1:])])
 
 
-def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
+def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> None:
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", header_style="bold", padding=(0, 1, 0, 0))
     for index, name in enumerate(head):
         table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
-    out.print(table)
+        table.add_row(*map(str, row))
+    out.print(table, soft_wrap=False)
     if caption:
-        out.print(caption, style="dim", highlight=False)
+        out.print(caption, style="dim")

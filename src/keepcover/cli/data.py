@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from keepcover.cli.console import Json, app, out, print_json, print_table
+from keepcover.cli import console as ui
 
 
-@app.command()
+@ui.app.command()
 def data(
     name: Annotated[
         str | None, typer.Argument(help="`cifar10`, `cifar100`, `mnist` or `fashion-mnist`; none lists them all.")
@@ -21,7 +21,7 @@ def data(
     ] = "binary",
     mirror: Annotated[str | None, typer.Option(help="Another address that holds the same files.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Only compare what is there with the checksums.")] = False,
-    as_json: Json = False,
+    as_json: ui.Json = False,
 ) -> None:
     """Download a dataset from its official address and verify it; an interrupted download continues where it stopped.
 
@@ -43,12 +43,12 @@ def data(
             {"path": str(one.path), "form": one.form, "state": one.state, "bytes": one.path.stat().st_size}
             for one in found
         ]
-        print_json({"name": name, "folder": str(folder), "complete": complete, "files": files})
+        ui.print_json({"name": name, "folder": str(folder), "complete": complete, "files": files})
     elif not found:
-        out.print(f"nothing of {name} in {folder}", highlight=False, soft_wrap=True)
+        ui.out.print(f"nothing of {name} in {folder}")
     else:
         rows = [[_under(one.path, folder), one.form, f"{one.path.stat().st_size:,}", one.state] for one in found]
-        print_table(f"{name} in {folder}", ["file", "version", "bytes", "checksum"], rows)
+        ui.print_table(f"{name} in {folder}", ["file", "version", "bytes", "checksum"], rows)
     if check and not good:
         raise typer.Exit(1)
 
@@ -73,9 +73,9 @@ def _list(as_json: bool) -> None:
         for form, source in forms.items()
     ]
     if as_json:
-        print_json({"datasets": rows})
+        ui.print_json({"datasets": rows})
         return
-    print_table(
+    ui.print_table(
         "Datasets",
         ["name", "version", "classes", "MB", "address"],
         [

@@ -23,7 +23,7 @@ from keepcover.cli.console import (
     err,
     print_json,
 )
-from keepcover.errors import InputError
+from keepcover.errors import InputError, install
 
 if TYPE_CHECKING:
     from keepcover.explore.answers import Explorer
@@ -84,7 +84,7 @@ def explore(
         import python_multipart  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise InputError(f"the explorer needs {error.name}: pip install '.[explore]' in a checkout") from None
+        raise InputError(f"the explorer needs {error.name}: {install('explore')}") from None
     import torch
 
     from keepcover.explore.answers import Explorer

@@ -8,20 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from keepcover.cli.console import (
-    DataDir,
-    DataSpec,
-    Device,
-    Json,
-    ModelSpec,
-    Seed,
-    Sigma,
-    Weights,
-    app,
-    err,
-    out,
-    print_json,
-)
+from keepcover.cli import console as ui
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,18 +21,19 @@ AutocastName = Literal["float16", "bfloat16"]
 EngineName = Literal["local", "ray"]
 
 
-@app.command()
+@ui.app.command()
 def smooth(
-    model: ModelSpec,
-    data: DataSpec,
-    sigma: Sigma,
+    model: ui.ModelSpec,
+    data: ui.DataSpec,
     root: Annotated[Path, typer.Option("--out", help="Folder of stores; this one gets its own folder there.")],
-    weights: Weights = None,
-    data_dir: DataDir = None,
+    sigma: ui.MaybeSigma = None,
+    noise: ui.NoiseSpec = None,
+    weights: ui.Weights = None,
+    data_dir: ui.DataDir = None,
     draws: Annotated[int, typer.Option(help="Noisy copies per image; more can be added later.")] = 256,
     images: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
-    seed: Seed = 0,
-    device: Device = None,
+    seed: ui.Seed = 0,
+    device: ui.Device = None,
     autocast: Annotated[AutocastName | None, typer.Option(help="Mixed precision; part of what is certified.")] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
     channels_last: Annotated[bool, typer.Option("--channels-last", help="Memory format of the model's input.")] = False,
@@ -67,12 +55,12 @@ def smooth(
     gpus_per_worker: Annotated[
         float | None, typer.Option(help="Ray: 1 gives each worker a GPU, 0.5 puts two on one; implies --device cuda.")
     ] = None,
-    as_json: Json = False,
+    as_json: ui.Json = False,
 ) -> None:
     """Run a model under noise once and keep its logits on disk, for `keepcover evaluate` and everything else.
 
     Stop it whenever you like, and run it again: it goes on with the first chunk that is missing or damaged. More draws
-    extend the store. Another model, sigma, seed, data or numerics get a store of their own. `--engine ray` shares the
+    extend the store. Another model, noise, seed, data or numerics get a store of their own. `--engine ray` shares the
     work among several GPUs or machines; the store is the same.
     """
     from dataclasses import replace
@@ -99,7 +87,7 @@ def smooth(
     here = device if cluster is None else None  # the machine that deals out the work may lack what workers have
     smoother = Smoother(
         load_model(model, weights, len(labelled.class_names), here),
-        sigma,
+        ui.some_noise(sigma, noise),
         batch_size=batch_size,
         device=here,
         autocast=None if autocast is None else getattr(torch, autocast),
@@ -141,7 +129,7 @@ def smooth(
         **more,
     }
     if as_json:
-        print_json(facts)
+        ui.print_json(facts)
         return
     lines = [
         f"store    {store.folder}",
@@ -160,8 +148,8 @@ def smooth(
             lines.append(f"engine   Ray, {_count(more['workers'], 'worker')}{lost if more['lost_workers'] else ''}")
     else:
         lines.append(f"done     nothing to do: all of it was there, and every checksum matches ({done.seconds:.1f} s)")
-    lines.append(f"next     keepcover evaluate {store.folder} --sigma {sigma:g} --epsilon {sigma / 2:g}")
-    out.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
+    lines.append(f"next     keepcover evaluate {store.folder} --epsilon EPSILON")
+    ui.out.print("\n".join(lines))
 
 
 def _cluster(
@@ -208,7 +196,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def _warn(text: str) -> None:
-    err.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    ui.err.print(text, style="yellow")
 
 
 def _report(store: LogitStore, damaged: dict[str, str], missing: list[Chunk], as_json: bool) -> None:
@@ -218,8 +206,8 @@ def _report(store: LogitStore, damaged: dict[str, str], missing: list[Chunk], as
         _warn(f"damaged: {name}: {why}")
     if as_json:
         names = [chunk.name for chunk in missing]
-        print_json({**store.summary(), "damaged": damaged, "missing": names, "sound": sound})
+        ui.print_json({**store.summary(), "damaged": damaged, "missing": names, "sound": sound})
         return
     verdict = "all checksums match" if sound else f"{len(damaged)} damaged, {len(missing)} missing"
     there = _count(len(store.entries), "intact chunk")
-    out.print(f"{store.folder}: {there}, {verdict}", highlight=False, markup=False, soft_wrap=True)
+    ui.out.print(f"{store.folder}: {there}, {verdict}")

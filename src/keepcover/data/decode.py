@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from keepcover.errors import InputError
+from keepcover.errors import InputError, install
 
 # Formats that are decoded from their own bytes alone. Pillow knows others: EPS, for one, starts an interpreter.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
@@ -23,7 +23,7 @@ def pillow() -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise InputError("image files are decoded by Pillow: pip install '.[images]' in a checkout") from None
+        raise InputError(f"image files are decoded by Pillow: {install('images')}") from None
     return Image
 
 

@@ -8,7 +8,7 @@ import torch
 
 from keepcover.data.base import Labelled
 from keepcover.data.known import DIGIT_CLASSES
-from keepcover.errors import InputError
+from keepcover.errors import InputError, install
 
 
 def digits() -> Labelled:
@@ -22,7 +22,7 @@ def digits() -> Labelled:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise InputError("the digits come with scikit-learn: pip install '.[demo]' in a checkout") from None
+        raise InputError(f"the digits come with scikit-learn: {install('demo')}") from None
     raw: Any = load_digits()
     images = torch.tensor(raw.images, dtype=torch.float32)[:, None] / 16
     return Labelled("digits", images, torch.tensor(raw.target).long(), DIGIT_CLASSES)

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from keepcover.engine.smoother import Classifier, Smoother
@@ -239,23 +238,24 @@ class Identity:
     Attributes:
         fingerprint: of the weights, or a string of the user's; None for a callable without either.
         structure: None where the user's string stands for it.
-        shape, low, high: of the probes; ``outputs``: theirs, None where the model takes none.
+        shape, low, high: of the probes; a shape of None where no input is known.
+        outputs: of the probes; None where there are none or the model takes none.
     """
 
     fingerprint: str | None
     structure: Structure | None
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     low: float
     high: float
     outputs: Tensor | None
 
     @classmethod
     def of(
-        cls, smoother: Smoother, shape: tuple[int, ...], low: float, high: float, given: str | None = None
+        cls, smoother: Smoother, shape: tuple[int, ...] | None, low: float, high: float, given: str | None = None
     ) -> Identity:
         """Of the model that a smoother runs, on inputs of a shape and range; ``given`` is the user's string."""
         before = {} if given else structure(smoother.model)
-        logits = probe_logits(smoother, probes(shape, low, high))
+        logits = None if shape is None else probe_logits(smoother, probes(shape, low, high))
         after = {} if given else structure(smoother.model)
         # Counters and caches change as the model runs, so they do not decide what it computes.
         kept = {
@@ -268,6 +268,8 @@ class Identity:
         """Whether a smoother adds the noise that :class:`Smoother` adds: a file can bring back no other."""
         if type(smoother) is Smoother:
             return True
+        if self.shape is None:
+            return False
         inputs = probes(self.shape, self.low, self.high)
         own, plain = (_noisy(one, inputs, 2) for one in (smoother, _plain_smoother(smoother, smoother.noise)))
         return own is not None and plain is not None and torch.allclose(own, plain, rtol=1e-3, atol=1e-3)
@@ -289,7 +291,7 @@ class Identity:
                 raise InputError(f"{begin}{difference}; {advice}")
         if found != self.fingerprint:
             raise InputError(f"{begin}fingerprint {found[:12]}, expected {str(self.fingerprint)[:12]}; {advice}")
-        if self.outputs is None:
+        if self.outputs is None or self.shape is None:
             return
         logits = probe_logits(smoother, probes(self.shape, self.low, self.high))
         if logits is None or logits.shape != self.outputs.shape:

@@ -233,10 +233,7 @@ def batches(data: Any, ids: Any = None, size: int | None = None, labelled: bool 
             in memory.
         labelled: whether labels are required.
     """
-    offset = 0
-    given = None if ids is None else torch.as_tensor(ids)
-    if given is not None and (given.ndim != 1 or given.is_floating_point() or given.unique().numel() != len(given)):
-        raise InputError("expected ids that are distinct integers in one dimension: two examples must not share noise")
+    offset, given = 0, None if ids is None else check_ids(ids)
     for raw in _raw_batches(data, size):
         images, labels = _pair(raw)
         if labelled and labels is None:
@@ -251,7 +248,7 @@ def batches(data: Any, ids: Any = None, size: int | None = None, labelled: bool 
         if given is None:
             batch_ids = torch.arange(offset, offset + len(images))
         else:
-            batch_ids = given[offset : offset + len(images)].long().cpu()
+            batch_ids = given[offset : offset + len(images)]
             if len(batch_ids) != len(images):
                 raise InputError(
                     f"expected one id per image, got {len(given)} ids for at least {offset + len(images)} images"
@@ -262,6 +259,16 @@ def batches(data: Any, ids: Any = None, size: int | None = None, labelled: bool 
         raise InputError("expected at least one image, got none")
     if given is not None and len(given) != offset:
         raise InputError(f"expected one id per image, got {len(given)} ids for {offset} images")
+
+
+def check_ids(ids: Any, n: int | None = None) -> Tensor:
+    """Ids that key noise, as int64 on the CPU; n of them where n is given."""
+    found = torch.as_tensor(ids)
+    if found.ndim != 1 or found.is_floating_point() or found.unique().numel() != len(found):
+        raise InputError("expected ids that are distinct integers in one dimension: two examples must not share noise")
+    if n is not None and len(found) != n:
+        raise InputError(f"expected one id per point, got {len(found)} ids for {n} points")
+    return found.long().cpu()
 
 
 def check_images(images: Any, first: bool = True) -> Tensor:

@@ -23,6 +23,7 @@ from keepcover.noise import Noise, Stream, get_noise
 from keepcover.noise.stream import widened
 
 Classifier = nn.Module | Callable[[Tensor], Tensor]
+AUTOCAST = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _held: Counter[int] = Counter()  # by id of a module left in train mode: how many run it in eval mode now
 _holding = threading.RLock()  # reentrant: a generator that is collected may leave evaluation_mode inside of it
@@ -313,6 +314,23 @@ class Smoother:
             found = f"{tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             raise InputError(f"expected the model to return outputs [{len(inputs)}, ...], one per input, got {found}")
         return out[:asked].float()
+
+
+def numeric_options(numerics: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a :class:`Smoother` with these :attr:`Smoother.numerics`; empty where none are known.
+
+    Example:
+        >>> numeric_options({"autocast": "bfloat16", "channels_last": True, "compile": False})
+        {'autocast': torch.bfloat16, 'channels_last': True, 'compile': False}
+    """
+    if not numerics:
+        return {}
+    flags = [type(numerics.get(name)) is bool for name in ("channels_last", "compile")]
+    if not all(flags) or len(numerics) != 3 or numerics.get("autocast", "") not in AUTOCAST:
+        raise InputError(
+            f"expected autocast (bfloat16, float16 or none), channels_last and compile (true or false), got {numerics}"
+        )
+    return {**numerics, "autocast": AUTOCAST[numerics["autocast"]]}
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from keepcover.evaluation.evaluate import Attacked, Entry, entries, evaluate, evaluate_entries
 from keepcover.evaluation.rows import Observed, Row
-from keepcover.evaluation.source import InMemory, Network, Source, Stored
+from keepcover.prediction.source import InMemory, Network, Source, Stored
 
 __all__ = [
     "Attacked",

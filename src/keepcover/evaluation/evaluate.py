@@ -7,7 +7,7 @@ with points x draws where the source is read from disk or from the network.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from keepcover.errors import InputError
 from keepcover.evaluation.random_splits import Split, random_splits
 from keepcover.evaluation.rows import Observed, Row
-from keepcover.evaluation.source import Piece, Source, source_of
+from keepcover.prediction.source import Piece, Source, source_of
 from keepcover.methods import METHODS, Asked, Holdout, Method, Rule, get_method
 from keepcover.noise import Noise, Threat, get_noise
 from keepcover.promises import Promise
@@ -46,7 +46,7 @@ class Entry:
     draws: int | None = None
     calibration_draws: int | None = None
     alpha: float = 0.1
-    task: Task = Classification()
+    task: Task = field(default_factory=Classification)
     promise: Promise = Promise()
     norm: str | None = None
 
@@ -142,11 +142,13 @@ def evaluate(
         >>> rows[0].method, rows[0].splits
         ('rcp1', 3)
     """
-    asked = get_noise(noise if noise is not None else float(sigma)) if (sigma, noise) != (None, None) else None
-    source = source_of(outputs, truth, asked)
+    added = sigma if noise is None else noise
+    source = source_of(outputs, truth, None if added is None else get_noise(added))
     known = get_task(task, **({} if score is None else {"score": score}))
     shared = {"epsilon": epsilon, "calibration_draws": calibration_draws, "alpha": alpha, "task": known, "norm": norm}
-    listed = entries(methods, transforms, source.draws if draws is None else draws, promise=promise or Promise(), **shared)
+    listed = entries(
+        methods, transforms, source.draws if draws is None else draws, promise=promise or Promise(), **shared
+    )
     found = evaluate_entries(
         source,
         listed,

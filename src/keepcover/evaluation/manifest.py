@@ -17,21 +17,21 @@ import torch
 from keepcover.files import make_folder, write_file
 
 
-def manifest(command: str, config: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Configuration, versions, hardware, commit and wall-clock of a run."""
+def versions() -> dict[str, str]:
+    """What runs here."""
     import keepcover
 
+    python, packages = platform.python_version(), (keepcover, torch, numpy, scipy)
+    return {"python": python, **{package.__name__: str(package.__version__) for package in packages}}
+
+
+def manifest(command: str, config: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Configuration, versions, hardware, commit and wall-clock of a run."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "command": command,
         "config": config,
-        "versions": {
-            "keepcover": keepcover.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": numpy.__version__,
-            "scipy": scipy.__version__,
-        },
+        "versions": versions(),
         "hardware": {"gpu": gpu, "machine": platform.machine(), "threads": torch.get_num_threads()},
         "commit": _commit(),
         "source": _source(),

@@ -264,13 +264,17 @@ class Rule(ABC):
         """Whether this threshold keeps every candidate, whatever the query."""
         return threshold == math.inf
 
-    def enough_draws(self, statistic: Tensor, points: int) -> int | None:
-        """How many draws would give other sets than full ones, where the rule's bounds tell: a mean stays what it is."""
+    def enough_draws(self, items: Items) -> int | None:
+        """How many draws would give other sets than full ones, where the rule's bounds tell: means and shares stay what they
+        are in these items, and bounds get narrower.
+        """
         if self.method.compares_only:
             return None
         for draws in (2**k for k in range(1, 21)):
             more = replace(self, asked=replace(self.asked, draws=draws, calibration_draws=draws))
-            if draws > self.test_draws and not more.always_full(more.threshold_of(statistic, points)):
+            if draws > self.test_draws and not more.always_full(
+                more.threshold_of(more.statistic(items.draws), items.points)
+            ):
                 return draws
         return None
 

@@ -73,10 +73,10 @@ class CalibrationTime(Rule):
         """What each Monte Carlo bound may fail with."""
         return self.method.level(self.asked)
 
-    def _through_cdf(self, draws: Draws, attacked: Callable[[Any], Any], side: int) -> Tensor:
-        """Minus the bound of the attacked mean of s, upper (side 1) or lower (side -1)."""
+    def _through_cdf(self, draws: Draws, attacked: Callable[[Any], Any], side: int, count: int) -> Tensor:
+        """Minus the bound of the attacked mean of s, upper (side 1) or lower (side -1), as ``count`` draws allow it."""
         ascending = self._unit_interval(draws).ascending.double()
-        cdf = np.arange(draws.count + 1) / draws.count - side * dkw(draws.count, self.level)
+        cdf = np.arange(draws.count + 1) / draws.count - side * dkw(count, self.level)
         weight = attacked(1 - np.clip(cdf, 0.0, 1.0))
         # Summed by parts, the bound is the first weight minus a weighted sum of S.
         drops = torch.as_tensor((weight[:-1] - weight[1:])[::-1].copy(), device=ascending.device)
@@ -89,7 +89,7 @@ class CalibrationTime(Rule):
         return min(hoeffding(draws, self.level), float(bernstein(0.0, draws, self.level)))
 
     def statistic(self, true: Draws) -> Tensor:
-        return self._through_cdf(true, self.asked.threat.down, -1)
+        return self._through_cdf(true, self.asked.threat.down, -1, self.calibration_draws)
 
     def threshold_of(self, statistic: Tensor, points: int, weight: Tensor | None = None) -> float:
         self._one_item_per_point(weight)
@@ -121,4 +121,4 @@ class QueryTime(CalibrationTime):
         return self._unit_interval(true).mean - 1 + hoeffding(self.calibration_draws, self.level)
 
     def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
-        return self._through_cdf(draws, self.asked.threat.up, 1)
+        return self._through_cdf(draws, self.asked.threat.up, 1, self.test_draws)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from keepcover.errors import InputError
@@ -37,7 +38,11 @@ def get_noise(noise: Noise | str | float | dict[str, Any]) -> Noise:
         raise InputError(f"expected a Noise, a sigma or a text such as gaussian:0.25, got {type(noise).__name__}")
     if name not in NOISES:
         raise InputError(f"expected a noise among {', '.join(NOISES)}, got {name!r}")
-    return NOISES[name](**options) if isinstance(options, dict) else NOISES[name](*options)
+    try:
+        return NOISES[name](**options) if isinstance(options, dict) else NOISES[name](*options)
+    except TypeError:
+        takes = ", ".join(f.name for f in fields(NOISES[name]))  # type: ignore[arg-type]
+        raise InputError(f"{name} noise takes {takes}, got {options}") from None
 
 
 def get_threat(config: dict[str, Any]) -> Threat:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -125,8 +126,10 @@ class Threat:
         return self.noise.up(q, self.epsilon, self.norm, self.shape)
 
     def down(self, p: Any) -> Any:
-        """The smallest attacked probability of a set of clean probability p: 1 - up(1 - p)."""
-        return 1 - self.up(1 - np.asarray(p, dtype=np.float64))
+        """The smallest attacked probability of a set of clean probability p: 1 - up(1 - p), rounded down."""
+        attacked = self.up(1 - np.asarray(p, dtype=np.float64))
+        # Two differences are rounded, by at most 2^-53 each: down errs downwards.
+        return np.where(attacked == 0, 1.0, np.maximum(1 - attacked - 2.0**-52, 0.0))[()]
 
     def most(self, alpha: float) -> float:
         """The largest clean probability that no attack lifts above ``alpha``, rounded down.
@@ -136,11 +139,7 @@ class Threat:
             >>> round(Threat(Gaussian(0.25), 0.125).most(0.1), 4)
             0.0374
         """
-        low, high = 0.0, 1.0
-        for _ in range(80):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.up(middle) <= alpha else (low, middle)
-        return low
+        return _most(self, alpha)
 
     def grid(self) -> ndarray:
         """Where bounds look; see :meth:`Noise.grid`."""
@@ -162,6 +161,15 @@ class Threat:
 
     def __str__(self) -> str:
         return f"has moved it by up to {self.epsilon:g} {get_norm(str(self.norm)).words}"
+
+
+@lru_cache(maxsize=4096)
+def _most(threat: Threat, alpha: float) -> float:
+    low, high = 0.0, 1.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if threat.up(middle) <= alpha else (low, middle)
+    return low
 
 
 def probabilities(q: Any) -> ndarray:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from keepcover.errors import InputError
+from keepcover.errors import InputError, install
 from keepcover.files import make_folder, write_file
 
 # Six colours that readers with any of the three colour blindnesses tell apart, on white and on the dark page.
@@ -37,7 +37,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib as mpl
     except ImportError:
-        raise InputError("figures need matplotlib: pip install '.[report]' in a checkout") from None
+        raise InputError(f"figures need matplotlib: {install('report')}") from None
     mpl.use("Agg", force=False)
     import matplotlib.pyplot as plt
 
@@ -185,10 +185,14 @@ def in_groups(curves: Mapping[str, Curve]) -> list[dict[str, Curve]]:
 
 
 def size_curves(
-    curves: Mapping[str, Curve], classes: int, certified: Mapping[str, bool], top: float | None = None
+    curves: Mapping[str, Curve],
+    classes: int,
+    certified: Mapping[str, bool],
+    x: str = "epsilon",
+    top: float | None = None,
 ) -> Any:
     """Mean set size against epsilon, one line per method; ``top`` ends the axis, so that figures can be compared."""
-    figure, axis = _lines(curves, certified, "epsilon (L2, units of the inputs)", "mean set size")
+    figure, axis = _lines(curves, certified, x, "mean set size")
     axis.set_ylim(0, top)
     if max(point[1] for points in curves.values() for point in points) > 0.6 * classes:
         axis.axhline(classes, **GUIDE)
@@ -196,14 +200,11 @@ def size_curves(
 
 
 def coverage_curves(
-    curves: Mapping[str, Curve],
-    alphas: float | Sequence[float],
-    certified: Mapping[str, bool],
-    x: str = "attack radius (L2)",
+    curves: Mapping[str, Curve], alphas: Sequence[float], certified: Mapping[str, bool], x: str = "attack radius"
 ) -> Any:
     """Coverage against the attack's radius or the promised one, one line per method, with what is promised."""
     figure, axis = _lines(curves, certified, x, "coverage")
-    for alpha in [alphas] if isinstance(alphas, float | int) else alphas:
+    for alpha in alphas:
         axis.axhline(1 - alpha, **GUIDE)
     axis.set_ylim(None, 1.01)
     return figure
@@ -277,28 +278,13 @@ def _size_panel(axis: Any, rows: Sequence[Mapping[str, Any]], _alpha: float) -> 
     axis.set(xlabel="mean set size", xlim=(0, 1.16 * (largest or 1)))
 
 
-def size_histogram(counts: Sequence[int]) -> Any:
-    """How many sets have each size, from 0 labels to all; larger sizes that no set has are left out of a long axis."""
-    last = max((size for size, count in enumerate(counts) if count), default=0)
-    counts = counts if len(counts) <= 21 else counts[: last + 2]
-    figure, axis = subplots(figsize=(WIDTH, 2.8), layout="constrained")
-    bars = axis.bar(range(len(counts)), counts, color=CERTIFIED, alpha=0.85)
-    if len(counts) <= 21:
-        axis.bar_label(bars, labels=[str(count) if count else "" for count in counts], fontsize=8, padding=2)
-        axis.set_xticks(range(len(counts)))
-    axis.grid(axis="x", visible=False)
-    axis.margins(y=0.12)
-    axis.set(xlabel="labels in the set", ylabel="sets")
-    return figure
-
-
 def size_shares(shares: Mapping[str, Sequence[float]]) -> Any:
     """Share of sets with 0, 1, 2, ... labels, a panel per method."""
     last = max(size for counts in shares.values() for size, share in enumerate(counts) if share)
     figure, axes = subplots(
         len(shares),
         1,
-        figsize=(WIDTH, 0.75 * len(shares) + 0.7),
+        figsize=(WIDTH, max(2.4, 0.75 * len(shares) + 0.7)),
         sharex=True,
         sharey=True,
         squeeze=False,

@@ -25,17 +25,17 @@ from torch import Tensor
 from keepcover.engine.fingerprint import Identity, identifier
 from keepcover.engine.inputs import InputRange
 from keepcover.engine.progress import Report
-from keepcover.engine.smoother import Classifier, Smoother
+from keepcover.engine.smoother import Classifier, Smoother, numeric_options
 from keepcover.errors import InputError
 from keepcover.files import write_file
 from keepcover.methods import Asked, Rule, saved_method
-from keepcover.noise import get_noise
+from keepcover.noise import NOISES, get_noise
 from keepcover.prediction.predictor import Calibrated, Level, Predictor
-from keepcover.scores import Draws, Items
+from keepcover.promises import CLAUSES
+from keepcover.scores import PTT, Draws, Items
 from keepcover.tasks import TASKS
 
 FORMAT = 3  # 1 and 2 were holdfast's
-_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _MOST = 2**24  # classes, points and draws: more would be asked of memory before they could be compared
 
 
@@ -51,10 +51,8 @@ def save(predictor: Predictor, path: str | Path, fingerprint: str | None = None)
     """Write a predictor to one file."""
     identity, smoother = predictor.identity, predictor.smoother
     if smoother is not None:
-        if identity is None or predictor.inputs is None:
-            raise InputError(
-                "this predictor does not know what model and inputs it was calibrated with; calibrate again"
-            )
+        if identity is None:
+            raise InputError("this predictor does not know its model; attach it with predictor.with_model(model)")
         if fingerprint and fingerprint != identity.fingerprint:
             identity = replace(identity, fingerprint=fingerprint, structure=None)
         identity = replace(identity, fingerprint=identifier(smoother.model, identity.fingerprint))
@@ -74,7 +72,10 @@ def save(predictor: Predictor, path: str | Path, fingerprint: str | None = None)
 
 def _refuse_code(predictor: Predictor) -> None:
     """Parts that are exactly what a registry names can be written; others are code of the user's."""
-    parts: list[tuple[Any, Any]] = [(predictor.task, TASKS.get(predictor.task.name))]
+    parts: list[tuple[Any, Any]] = [
+        (predictor.task, TASKS.get(predictor.task.name)),
+        (predictor.noise, NOISES.get(predictor.noise.name)),
+    ]
     if (
         predictor.smoother is not None
         and predictor.identity is not None
@@ -84,6 +85,9 @@ def _refuse_code(predictor: Predictor) -> None:
     for calibrated in predictor.levels.values():
         rule = calibrated.rule
         parts.append((rule.method, type(saved_method(rule.name, {}))))
+        parts.extend((clause, CLAUSES.get(clause.keyword)) for clause in rule.asked.promise.clauses)
+        if rule.method.transform is not None:
+            parts.append((rule.method.transform, PTT))
         parts.append(
             (rule, type(_rule(rule.name, rule.method.options(), rule.asked, rule.parameters(), predictor.reference)))
         )
@@ -106,7 +110,7 @@ def _manifest(predictor: Predictor, tensors: dict[str, Tensor]) -> dict[str, Any
         else {
             "fingerprint": identity.fingerprint,
             "structure": identity.structure,
-            "probe_shape": list(identity.shape),
+            "probe_shape": None if identity.shape is None else list(identity.shape),
         },
         "points": predictor.items.points,
         "holdout_size": predictor.holdout_size,
@@ -125,7 +129,7 @@ def _entry(calibrated: Calibrated, predictor: Predictor) -> dict[str, Any]:
         "asked": rule.asked.config(),
         "parameters": rule.parameters(),
         "threshold": [repr(value) for value in calibrated.threshold.flatten().tolist()],
-        "guarantee": rule.guarantee(predictor.task).to_dict(),
+        "guarantee": predictor.promised(rule).to_dict(),
     }
 
 
@@ -239,25 +243,28 @@ def restore(path: str | Path, score: Any = None) -> Predictor:
                 raise InputError("its holdout scores are not sorted; save the predictor again")
         config = manifest["task"]
         task = TASKS[config["name"]].from_config(config, score)
+        if is_dataclass(task):
+            _typed(task)
         task.check_probe(tensors["probe_scores"])
-        weight = tensors.get("weight")
-        if weight is None:
-            _agree("points", manifest["points"], len(values))
-        items = Items(Draws(values), manifest["points"], weight)
+        items, numerics = _items(manifest, values, tensors.get("weight")), numeric_options(manifest["numerics"])
         model, inputs = manifest["model"], manifest["inputs"]
+        _agree("numerics", bool(numerics), model is not None)
         seen = None if inputs is None else InputRange.from_dict(inputs)
+        if seen is not None and not -math.inf < seen.low <= seen.high < math.inf:
+            raise InputError(f"expected inputs in a finite range, got {seen}; save the predictor again")
         identity = None
         if model is not None:
             low, high = (0.0, 1.0) if seen is None else (seen.low, seen.high)
             identity = Identity(
                 model["fingerprint"],
                 model["structure"],
-                tuple(model["probe_shape"]),
+                None if model["probe_shape"] is None else tuple(model["probe_shape"]),
                 low,
                 high,
                 tensors.get("probe_outputs"),
             )
-            _agree("probe_shape", list(identity.shape), list((seen and seen.shape) or identity.shape))
+            expected = None if seen is None else model["probe_shape"] if seen.shape is None else list(seen.shape)
+            _agree("probe_shape", model["probe_shape"], expected)
         predictor = Predictor(
             task,
             {},
@@ -278,6 +285,20 @@ def restore(path: str | Path, score: Any = None) -> Predictor:
         predictor = replace(predictor, levels=levels)
         _agree("", {**manifest, "levels": []}, {**_manifest(predictor, tensors), "levels": []})
     return predictor
+
+
+def _items(manifest: dict[str, Any], values: Tensor, weight: Tensor | None) -> Items:
+    """What must not be missed, with weights that are some; without weights, one item per point."""
+    points = manifest["points"]
+    if not (_KINDS["int"](points) and _KINDS["int"](manifest["holdout_size"])):
+        raise InputError("expected points and holdout_size as numbers; save the predictor again")
+    if weight is None:
+        _agree("points", points, len(values))
+    elif (
+        weight.shape != (len(values),) or not bool(((weight > 0) & (weight <= 1)).all()) or weight.sum() > points + 1e-3
+    ):
+        raise InputError("expected one weight in (0, 1] per item, at most 1 per point; save the predictor again")
+    return Items(Draws(values), points, weight)
 
 
 def _level(entry: dict[str, Any], predictor: Predictor) -> tuple[Level, Calibrated]:
@@ -324,22 +345,11 @@ def load(
     predictor = restore(path, score)
     if model is None:
         return predictor
-    if predictor.identity is None:
-        return predictor.with_model(
-            Smoother(model, predictor.noise, batch_size=batch_size, device=device, progress=progress)
-        )
     with _malformed(path):
-        numerics = predictor.numerics
-        autocast = None if numerics["autocast"] is None else _AUTOCAST[numerics["autocast"]]
-        smoother = Smoother(
-            model,
-            predictor.noise,
-            batch_size=batch_size,
-            device=device,
-            autocast=autocast,
-            channels_last=numerics["channels_last"],
-            compile=numerics["compile"],
-            progress=progress,
-        )
-        predictor.identity.refuse_other(smoother, fingerprint)
-    return replace(predictor, smoother=smoother)
+        options = {
+            "batch_size": batch_size,
+            "device": device,
+            "progress": progress,
+            **numeric_options(predictor.numerics),
+        }
+        return predictor.with_model(Smoother(model, predictor.noise, **options), fingerprint)

@@ -5,26 +5,28 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from keepcover.engine.arrivals import Gathered
 from keepcover.engine.fingerprint import Identity
-from keepcover.engine.inputs import Batch, InputRange, Rows, batches, in_memory, length
+from keepcover.engine.inputs import Batch, InputRange, Rows, batches, check_ids, in_memory, length
 from keepcover.engine.smoother import Classifier, Smoother
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.methods import Asked, Holdout, Method, Rule, get_method
 from keepcover.noise import Noise, Stream, Threat, fresh_seed, get_noise
 from keepcover.prediction.outputs import check_outputs
 from keepcover.prediction.predictor import Calibrated, Level, Predictor
+from keepcover.prediction.source import source_of
 from keepcover.promises import Promise
 from keepcover.scores import Draws, Items, Reading, Score
-from keepcover.scores.draws import pieces
 from keepcover.tasks import Task, get_task
 
 DRAWS = 16  # per query, where the user names none
@@ -102,8 +104,8 @@ def calibrate(
         smoother = min(smoothers, key=lambda one: _expected_size(one, parts, question, seed, shape))
     else:
         smoother = smoothers[0]
-    collected = _collect(smoother, parts, question, seed)
-    made = _conclude(question, collected, smoother.noise, shape)
+    collected = _run(smoother, parts, question, seed)
+    made = conclude(question, collected, smoother.noise, shape)
     seen, first = collected.inputs, collected.shape
     assert seen is not None
     identity = Identity.of(smoother, first, seen.low, seen.high, fingerprint)
@@ -137,7 +139,8 @@ def calibrate_outputs(
     queries is fresh and secret. All N draws calibrate where the method has a use for them; ``draws`` are spent per query.
 
     Args:
-        outputs: [n, N, ...], a tensor, an array or a :class:`LogitStore`, which knows its truth and its sigma.
+        outputs: [n, N, ...], a tensor, an array or a :class:`LogitStore`, which knows its truth and its noise and is read in
+            pieces where it is large.
         truth: of every point.
         shape: of one input, for norms whose bound depends on it.
         draws: model evaluations per query; min(16, N) by default.
@@ -150,65 +153,38 @@ def calibrate_outputs(
         >>> len(predictor.predict_outputs(logits[:5, :4]))
         5
     """
-    if truth is None:
-        truth = getattr(outputs, "labels", None)
-        noise = getattr(getattr(outputs, "key", None), "noise", None) if sigma is None and noise is None else noise
-    if truth is None:
-        raise InputError("expected the truth of every point: calibrate_outputs(outputs, truth, ...)")
-    values = check_outputs(outputs)
-    added = _noise(sigma, noise)
-    n, available = values.shape[:2]
+    source = source_of(outputs, truth, None if sigma is None and noise is None else _noise(sigma, noise))
+    n, available = source.points, source.draws
     question = Question.of(
-        _task(task, score, class_names), method, alpha, epsilon, norm, promise, draws or min(DRAWS, available), None
+        _task(task, score, class_names),
+        method,
+        alpha,
+        epsilon,
+        norm,
+        promise,
+        min(DRAWS, available) if draws is None else draws,
+        None,
     )
-    per_point = max(question.method.draws_used(question.draws, available)[1], 1)
-    if max(question.draws, per_point) > available:
+    if question.draws > available:
         raise InputError(f"asked for {question.draws} draws per query, only {available} outputs per point are there")
+    per_point = question.method.draws_used(question.draws, available)[1]
     question = replace(question, calibration_draws=min(available, max(per_point, question.calibration_draws)))
     where = None if shape is None else tuple(shape)
-    question.check(added, n, where)
+    question.check(source.noise, n, where)
     seed = fresh_seed() if seed is None else seed
-    keys = torch.arange(n) if ids is None else torch.as_tensor(ids)
-    task_ = question.task.seen(values)
-    known = task_.check_truth(truth, n).to(values.device)
-    held = chosen_rows(n, holdout, seed) if question.method.needs_holdout else torch.zeros(0, dtype=torch.int64)
-    rest = torch.ones(n, dtype=torch.bool)
-    rest[held] = False
-    rows = rest.nonzero()[:, 0]
-    collected = _Collected(
-        None
-        if len(held) == 0
-        else Holdout(
-            task_, values[held], known[held], task_.uniform(Stream(seed, "holdout"), keys[held].to(values.device))
-        ),
-        items_of(task_, values, known, rows, question.reading, Stream(seed, "calibration"), keys),
-        task_,
-        task_.right(values[:, 0:1], known),
-        unknown=int((known[rows] < 0).sum()) if task_.open_labels else 0,
-    )
-    return _conclude(question, collected, added, where)
+    keys = torch.arange(n) if ids is None else check_ids(ids, n)
+    held = torch.zeros(n, dtype=torch.bool)
+    if question.method.needs_holdout:
+        held[chosen_rows(n, holdout, seed)] = True
 
+    def chunks() -> Iterator[Chunk]:
+        for role, some in (("holdout", held), ("calibration", ~held)):
+            stream = Stream(seed, role)
+            for piece in source.read(some.nonzero()[:, 0]) if some.any() else ():
+                values = piece.outputs if source.kept else check_outputs(piece.outputs)
+                yield Chunk(stream, keys[piece.rows].to(values.device), values, piece.truth)
 
-def items_of(
-    task: Task, outputs: Tensor, truth: Tensor, rows: Tensor, reading: Reading, stream: Stream, ids: Tensor
-) -> Items:
-    """The items of some points, piece by piece."""
-    parts = []
-    for piece in pieces(outputs[rows]):
-        some = rows[piece]
-        parts.append(
-            task.items(outputs[some], truth[some], reading, task.uniform(stream, ids[some].to(outputs.device)))
-        )
-    return joined_items(parts)
-
-
-def joined_items(parts: list[Items]) -> Items:
-    """Items of several batches as one, on the CPU."""
-    weight = (
-        None if parts[0].weight is None else torch.cat([part.weight.cpu() for part in parts if part.weight is not None])
-    )
-    values = torch.cat([part.draws.values.cpu() for part in parts])
-    return Items(Draws(values, parts[0].draws.unit), sum(part.points for part in parts), weight)
+    return conclude(question, collect(chunks(), question, n), source.noise, where)
 
 
 # -- what is asked -----------------------------------------------------------------------------------------------------
@@ -273,11 +249,11 @@ def _task(task: str | Task, score: Any, class_names: Sequence[str] | None) -> Ta
     return get_task(task, **{name: value for name, value in options.items() if value is not None})
 
 
-def numbers(values: float | Sequence[float], name: str) -> list[float]:
+def numbers(values: Any, name: str) -> list[float]:
     """One or several levels as the user typed them: a float32 0.1 is meant as 1/10."""
     many = values if isinstance(values, Sequence) and not isinstance(values, str) else [values]
     try:
-        listed = [float(str(v.item() if hasattr(v, "item") else v)) for v in many]  # type: ignore[union-attr]
+        listed = [float(str(np.asarray(v)[()])) for v in many]
     except (TypeError, ValueError):
         raise InputError(f"expected one or several numbers for {name}, got {values!r}") from None
     if not listed or len(set(listed)) != len(listed):
@@ -386,47 +362,62 @@ class _Parts:
                     yield role, batch if mask.all() else batch[mask.nonzero()[:, 0]]
 
 
+class Chunk(NamedTuple):
+    """Noisy outputs of some points in one role, whose name is that of their stream."""
+
+    stream: Stream
+    ids: Tensor
+    outputs: Tensor
+    truth: Any
+
+
 @dataclass(frozen=True)
-class _Collected:
+class Collected:
     """What calibration keeps: the holdout's noisy outputs, and of calibration points the scores of what they must cover."""
 
     holdout: Holdout | None
     items: Items | None
     task: Task
-    right: Tensor | None
+    right: Tensor | None = None
     inputs: InputRange | None = None
     shape: tuple[int, ...] = ()
     unknown: int = 0  # calibration points of classes that the model does not have
 
 
-def _collect(
-    smoother: Smoother, parts: _Parts, question: Question, seed: int, only_holdout: bool = False
-) -> _Collected:
+def _run(smoother: Smoother, parts: _Parts, question: Question, seed: int, only_holdout: bool = False) -> Collected:
     """One pass of the network over the data."""
     streams = {role: Stream(seed, role) for role in ("holdout", "calibration")}
     spans = {"holdout": range(question.holdout_draws), "calibration": range(question.calibration_draws)}
     total = length(parts.data)
-    items: list[Items] = []
-    values, held, truths, right = Gathered(total), Gathered(), [], Gathered(total)
-    keys: list[Tensor] = []
     inputs: InputRange | None = None
     shape: tuple[int, ...] = ()
-    task, warned, judged, unknown, asked = question.task, False, False, 0, parts.batches(only_holdout)
 
     def wanted() -> Iterator[tuple[Batch, range, Stream]]:
         nonlocal inputs, shape
-        for role, batch in asked:
+        for role, batch in parts.batches(only_holdout):
             here = InputRange.of(batch.images)
             shape = here.shape or shape
             inputs = here if inputs is None else inputs.union(here)
             yield batch, spans[role], streams[role]
 
-    for batch, stream, outputs in smoother.streams(wanted(), None if only_holdout else total):
+    running = smoother.streams(wanted(), None if only_holdout else total)
+    chunks = (Chunk(stream, batch.ids, outputs, batch.labels) for batch, stream, outputs in running)
+    return replace(collect(chunks, question, total), inputs=inputs, shape=shape)
+
+
+def collect(chunks: Iterable[Chunk], question: Question, total: int | None) -> Collected:
+    """Read noisy outputs once and keep what calibration needs of them."""
+    items: list[Items] = []
+    values, held, right = Gathered(total), Gathered(), Gathered(total)
+    truths: list[Tensor] = []
+    u: list[Tensor] = []
+    task, warned, judged, unknown = question.task, False, False, 0
+    for stream, ids, outputs, given in chunks:
         task = task.seen(outputs)
         if not warned:
             _warn_of_probabilities(outputs)
             warned = True
-        known = task.check_truth(batch.labels, len(batch))
+        known = task.check_truth(given, len(outputs))
         truth = known.to(outputs.device, non_blocking=True)
         good = task.right(outputs, truth)
         if good is not None:
@@ -434,25 +425,20 @@ def _collect(
             judged = True
         if stream.role == "holdout":
             held.add(outputs)
-            truths.append(known)
-            keys.append(batch.ids)
+            truths.append(known.cpu())
+            u.append(task.uniform(stream, ids).cpu())
             continue
-        own = task.items(outputs, truth, question.reading, task.uniform(stream, batch.ids))
+        own = task.items(outputs, truth, question.reading, task.uniform(stream, ids))
         items.append(own)
         unknown += int((known < 0).sum()) if task.open_labels else 0
         values.add(own.draws.values)
-    holdout = None
-    if truths:
-        whole = held.whole()
-        holdout = Holdout(task, whole, torch.cat(truths), task.uniform(streams["holdout"], torch.cat(keys).cpu()))
+    holdout = Holdout(task, held.whole(), torch.cat(truths), torch.cat(u)) if truths else None
     found = None
     if items:
         weights = [part.weight.cpu() for part in items if part.weight is not None]
-        unit = items[0].draws.unit
-        found = Items(
-            Draws(values.whole(), unit), sum(p.points for p in items), torch.cat(weights) if weights else None
-        )
-    return _Collected(holdout, found, task, right.whole() if judged else None, inputs, shape, unknown)
+        draws = Draws(values.whole(), items[0].draws.unit)
+        found = Items(draws, sum(part.points for part in items), torch.cat(weights) if weights else None)
+    return Collected(holdout, found, task, right.whole() if judged else None, unknown=unknown)
 
 
 def _warn_of_probabilities(outputs: Tensor) -> None:
@@ -467,7 +453,7 @@ def _warn_of_probabilities(outputs: Tensor) -> None:
 
 def _expected_size(smoother: Smoother, parts: _Parts, question: Question, seed: int, shape: Any) -> float:
     """Mean set size to expect over the levels asked for, from the holdout alone."""
-    collected = _collect(smoother, parts, question, seed, only_holdout=True)
+    collected = _run(smoother, parts, question, seed, only_holdout=True)
     assert collected.holdout is not None
     n = length(parts.data) or 10**6
     question = replace(question, task=collected.task)
@@ -481,7 +467,7 @@ def _expected_size(smoother: Smoother, parts: _Parts, question: Question, seed: 
 # -- from noisy scores to a predictor ----------------------------------------------------------------------------------
 
 
-def _conclude(question: Question, collected: _Collected, noise: Noise, shape: Any) -> Predictor:
+def conclude(question: Question, collected: Collected, noise: Noise, shape: Any) -> Predictor:
     """Fit every level's rule on the holdout, then look at the calibration points once."""
     if collected.items is None:
         raise InputError("no calibration points are left after the holdout; give more data")
@@ -538,8 +524,7 @@ def _advice(rule: Rule, items: Items) -> str:
     """How many draws would help, where that can be told."""
     if rule.method.compares_only:
         return "more draws, "
-    statistic = rule.statistic(items.first(rule.calibration_draws).draws)
-    draws = rule.enough_draws(statistic, items.points)
+    draws = rule.enough_draws(items.first(rule.calibration_draws))
     return "more draws alone will not help: " if draws is None else f"it takes about draws={draws} to do better, or "
 
 
@@ -560,11 +545,15 @@ def _warn_of_accuracy(accuracy: float, classes: int, noise: Noise) -> None:
         )
 
 
+@cache
+def _version() -> str:
+    try:
+        return importlib.metadata.version("keepcover")
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        return "unknown"
+
+
 def _provenance() -> dict[str, str]:
     """When and with what a predictor was made."""
-    try:
-        version = importlib.metadata.version("keepcover")
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
-        version = "unknown"
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"created": created, "keepcover": version, "torch": str(torch.__version__)}
+    return {"created": created, "keepcover": _version(), "torch": str(torch.__version__)}

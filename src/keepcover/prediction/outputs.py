@@ -1,4 +1,4 @@
-"""Noisy outputs that are already there: tensors, arrays and stores of any framework."""
+"""Noisy outputs that are already there: tensors and arrays of any framework."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ def check_outputs(outputs: Any) -> Tensor:
         >>> check_outputs([[[0.0, 1.0]]]).shape
         torch.Size([1, 1, 2])
     """
-    if hasattr(outputs, "read") and hasattr(outputs, "labels"):  # a store of logits
-        outputs = outputs.read()
     try:
         values = torch.as_tensor(outputs)
     except (TypeError, ValueError, RuntimeError):

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from keepcover.engine.inputs import check_probabilities, check_table, extremes
 from keepcover.errors import InputError
-from keepcover.prediction.calibration import calibrate_outputs
+from keepcover.noise import Gaussian, Stream, fresh_seed
+from keepcover.prediction.calibration import Collected, Question, conclude, numbers
 from keepcover.scores import HPS, CustomScore, Score, as_logits, get_score
-from keepcover.tasks import PredictionSets
+from keepcover.tasks import Classification, PredictionSets
 
 
 def split_conformal(
@@ -75,18 +76,22 @@ def split_conformal(
         given = CustomScore(torch.neg, "hps")  # the order of 1 - p, and nothing is rounded
     else:
         known, values, given = as_logits(known), as_logits(values), asked
-    predictor = calibrate_outputs(
-        known[:, None],
-        calibration[1],
-        epsilon=0.0,
-        sigma=0.0,
-        alpha=alpha,
-        method="cp",
-        score=given,
-        class_names=class_names,
-        seed=seed,
-    )
-    return predictor.predict_outputs(values[:, None], seed=seed)
+    levels = numbers(alpha, "alpha")
+    if len(levels) != 1:
+        raise InputError(f"expected one number for alpha, got {alpha!r}")
+    seed = fresh_seed() if seed is None else seed
+    task = Classification(given, None if class_names is None else tuple(class_names)).seen(known[:, None])
+    question = Question.of(task, "cp", levels, 0.0, None, None, 1, 1)
+    question.check(Gaussian(0.0), len(known), None)
+    stream, truth = Stream(seed, "calibration"), task.check_truth(calibration[1], len(known)).to(known.device)
+    items = task.items(known[:, None], truth, question.reading, task.uniform(stream, _positions(known)))
+    made = conclude(question, Collected(None, items, task), Gaussian(0.0), None)
+    (inside,) = made.decide(values[:, None], _positions(values), Stream(seed, "test")).values()
+    return task.sets(inside, made.guarantee)
+
+
+def _positions(values: Tensor) -> Tensor:
+    return torch.arange(len(values), device=values.device)
 
 
 def _checked(values: Any, what: str, score: Score | None) -> Tensor:

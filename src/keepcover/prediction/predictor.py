@@ -13,9 +13,9 @@ from torch import Tensor
 
 from keepcover.engine.arrivals import Gathered
 from keepcover.engine.fingerprint import Identity
-from keepcover.engine.inputs import Batch, InputRange, batches, length, watched
+from keepcover.engine.inputs import Batch, InputRange, batches, check_ids, length, watched
 from keepcover.engine.progress import Bar
-from keepcover.engine.smoother import Classifier, Smoother
+from keepcover.engine.smoother import Classifier, Smoother, numeric_options
 from keepcover.errors import InputError
 from keepcover.guarantee import Guarantee
 from keepcover.methods import Rule
@@ -27,9 +27,9 @@ from keepcover.scores.draws import pieces
 from keepcover.tasks import Task
 
 Level = tuple[float, float]  # (alpha, epsilon)
-DRAWN_ELSEWHERE = (
-    "The noisy outputs were computed by the caller: calibration outputs were drawn under this noise, independently over points "
-    "and draws, and so is every query's, when it comes."
+DRAWN = (
+    "The noisy outputs of calibration points and queries, which came from elsewhere, were drawn under this noise, independently "
+    "over points and draws; those of a query are fresh and secret."
 )
 
 
@@ -111,10 +111,14 @@ class Predictor:
     @property
     def guarantee(self) -> Guarantee:
         """The promise of the first level; see :meth:`at`."""
-        promise = self.rule.guarantee(self.task)
-        if self.inputs is not None or not promise.certified:
-            return promise
-        return replace(promise, assumed=(*promise.assumed, DRAWN_ELSEWHERE))
+        return self.promised(self.rule)
+
+    def promised(self, rule: Rule) -> Guarantee:
+        """What a rule promises on what this predictor was calibrated with."""
+        made = rule.guarantee(self.task)
+        # Where no input was ever seen, the outputs came from elsewhere.
+        outside = self.inputs is None and self.noise.certifies
+        return replace(made, assumed=(*made.assumed, DRAWN)) if outside else made
 
     @property
     def full(self) -> bool:
@@ -197,14 +201,14 @@ class Predictor:
             alpha, epsilon, nested: as for :meth:`predict`.
             ids, seed: key the random numbers of randomised scores and boundaries, as in :meth:`predict`.
         """
-        outputs, level = check_outputs(outputs), self._level(alpha, epsilon)
-        if outputs.shape[1] < self.draws:
+        outputs, level, wanted = check_outputs(outputs), self._level(alpha, epsilon), self.draws
+        if outputs.shape[1] < wanted:
             raise InputError(
-                f"expected at least {self.draws} noisy outputs per query, as calibrated, got {outputs.shape[1]}; draw more"
+                f"expected at least {wanted} noisy outputs per query, as calibrated, got {outputs.shape[1]}; draw more"
             )
         stream = Stream(fresh_seed() if seed is None else seed, "test")
-        keys = torch.arange(len(outputs)) if ids is None else torch.as_tensor(ids)
-        found = self.decide(outputs, keys, stream, self._wanted(level, nested))
+        keys = torch.arange(len(outputs)) if ids is None else check_ids(ids, len(outputs))
+        found = self.decide(outputs[:, :wanted], keys, stream, self._wanted(level, nested))
         return self.task.sets(reduce(self.task.union, found.values()), self.at(*level).guarantee)
 
     def _wanted(self, level: Level, nested: bool) -> list[Level]:
@@ -244,20 +248,31 @@ class Predictor:
         """The model under noise, or an error that says what is missing."""
         if self.smoother is None:
             raise InputError(
-                "this predictor was calibrated on noisy outputs and has no model: use predict_outputs, or attach the model "
-                "that gave them with predictor.with_model(model)"
+                "this predictor has no model: use predict_outputs, or attach the model that gave the calibration outputs with "
+                "predictor.with_model(model)"
             )
         return self.smoother
 
     def with_model(self, model: Classifier | Smoother, fingerprint: str | None = None) -> Predictor:
-        """The same promises with a model to keep them: the very function that gave the calibration outputs."""
-        smoother = model if isinstance(model, Smoother) else Smoother(model, self.noise)
+        """The same promises with a model to keep them: the very function that gave the calibration outputs.
+
+        A predictor that knows its model refuses another, and other numerics.
+
+        Args:
+            model: the model, or a smoother around it with this predictor's noise.
+            fingerprint: a string that identifies a model that is not an ``nn.Module``.
+        """
+        own = self.numerics
+        smoother = model if isinstance(model, Smoother) else Smoother(model, self.noise, **numeric_options(own))
         if smoother.noise != self.noise:
             raise InputError(f"the outputs were drawn under {self.noise}, the smoother adds {smoother.noise}")
-        seen, identity = self.inputs, self.identity
-        if seen is not None and seen.shape is not None:
-            identity = Identity.of(smoother, seen.shape, seen.low, seen.high, fingerprint)
-        return replace(self, smoother=smoother, identity=identity, numerics=smoother.numerics)
+        if self.identity is None:  # calibrated on outputs: nothing is known of the model yet
+            identity = Identity.of(smoother, None, 0.0, 1.0, fingerprint)
+            return replace(self, smoother=smoother, identity=identity, numerics=smoother.numerics)
+        if smoother.numerics != own:
+            raise InputError(f"expected the numerics of calibration, {own}, the smoother has {smoother.numerics}")
+        self.identity.refuse_other(smoother, fingerprint)
+        return replace(self, smoother=smoother)
 
     def _checked(self, images: Any) -> Any:
         """The images, each batch compared with what the predictor was calibrated on before the network sees it."""

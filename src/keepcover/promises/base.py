@@ -12,14 +12,13 @@ Clauses combine because each maps the number that it is given.
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from keepcover.bounds import conformal_rank, exact_level
+from keepcover.bounds import conformal_rank, exact_level, order_statistic
 from keepcover.errors import InputError
 from keepcover.noise import Threat
 
@@ -110,14 +109,7 @@ class Promise:
 
     def quantile(self, statistic: Tensor, level: Fraction) -> float:
         """The threshold at this miscoverage: an order statistic, never interpolated; +inf if there is none."""
-        if statistic.ndim != 1 or len(statistic) == 0:
-            raise InputError(f"expected a non-empty vector of calibration scores, got shape {tuple(statistic.shape)}")
-        if statistic.isnan().any():
-            raise InputError("calibration scores contain NaN; a NaN has no rank, so no guarantee can be given")
-        rank = self.rank(len(statistic), level)
-        if rank > len(statistic):
-            return math.inf
-        return -math.inf if rank < 1 else float(statistic.kthvalue(rank).values)
+        return order_statistic(statistic, self.rank(len(statistic), level))
 
     def budget(self, n: int, level: Fraction, top: float) -> float:
         """How large the sum of n calibration losses in [0, top] may be: the next point may add ``top``."""

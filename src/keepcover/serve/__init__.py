@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from keepcover.errors import InputError
+from keepcover.errors import InputError, install
 
 for _module in ("fastapi", "uvicorn", "python_multipart", "PIL"):
     if find_spec(_module) is None:
-        raise InputError(f"the HTTP service needs {_module}: pip install '.[serve]' in a checkout")
+        raise InputError(f"the HTTP service needs {_module}: {install('serve')}")
 
 from keepcover.serve.app import create_app  # noqa: E402
 from keepcover.serve.deployment import Deployment  # noqa: E402

@@ -1,10 +1,10 @@
-"""The same application on Ray Serve: several replicas, several GPUs, one address. Needs ``pip install '.[serve-ray]'``."""
+"""The same application on Ray Serve: several replicas, several GPUs, one address. Needs the extra ``serve-ray``."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from keepcover.errors import InputError
+from keepcover.errors import InputError, install
 from keepcover.serve.deployment import Deployment
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def ray_application(
     try:
         from ray import serve  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
-        raise InputError("replicas need Ray: pip install '.[serve-ray]' in a checkout") from None
+        raise InputError(f"replicas need Ray: {install('serve-ray')}") from None
 
     def build() -> FastAPI:
         return deployment.build()

@@ -50,6 +50,10 @@ class Classification(Task):
         object.__setattr__(self, "score", get_score(self.score))
         if self.class_names is not None:
             object.__setattr__(self, "class_names", tuple(str(name) for name in self.class_names))
+            if self.classes not in (None, len(self.class_names)):
+                raise InputError(
+                    f"expected {self.classes} class names, one per output of the model, got {len(self.class_names)}"
+                )
 
     @property
     def _score(self) -> Score:
@@ -84,10 +88,6 @@ class Classification(Task):
         classes = outputs.shape[2]
         if self.classes not in (None, classes):
             raise InputError(f"the predictor was calibrated on {self.classes} classes, the model returned {classes}")
-        if self.class_names is not None and len(self.class_names) != classes:
-            raise InputError(
-                f"expected {classes} class names, one per output of the model, got {len(self.class_names)}"
-            )
         return self if self.classes == classes else replace(self, classes=classes)
 
     def check_truth(self, truth: Any, n: int) -> Tensor:

@@ -15,7 +15,15 @@ from keepcover.paper.reproduce.material import Material
 from keepcover.paper.reproduce.run import Run
 
 PATHS = {"data": None, "models": None, "store": Path("out/store"), "out": Path("results/reproduce")}
-NUMBERS = {"images": None, "draws": None, "holdout": 500, "attack-images": 2000, "attack-draws": 32, "splits": 50, "seed": 0}
+NUMBERS = {
+    "images": None,
+    "draws": None,
+    "holdout": 500,
+    "attack-images": 2000,
+    "attack-draws": 32,
+    "splits": 50,
+    "seed": 0,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,7 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for flag in ("compile", "resume"):
         parser.add_argument(f"--{flag}", action="store_true")
     asked = vars(parser.parse_args(arguments))
-    words = [f"--{name.replace('_', '-')} {value}" for name, value in asked.items() if name.replace("_", "-") in NUMBERS and value]
+    words = [
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in asked.items()
+        if name.replace("_", "-") in NUMBERS and value
+    ]
     words += [f"--device {asked['device']}", *(f"--{flag}" for flag in ("compile", "resume") if asked[flag])]
     names, out, splits, draws, resume = (asked.pop(key) for key in ("names", "out", "splits", "draws", "resume"))
     run = Run(Material(**asked), out, splits, draws, resume, lambda text: print(text, flush=True))

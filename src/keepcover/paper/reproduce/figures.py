@@ -26,20 +26,20 @@ LABELS = {"none": "plain score", "ptt": "after PTT"}
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure that is computed from noisy outputs and not from a table."""
+    """A figure that is computed from noisy outputs and not from a table; ``compute`` is told how many draws it may use."""
 
     name: str
     title: str
     where: str
-    compute: Callable[[Material], Rows]
+    compute: Callable[[Material, int], Rows]
     draw: Callable[[Sequence[dict[str, Any]]], Any]
     datasets: frozenset[str] = frozenset({"cifar10"})
     note: str = ""
 
 
-def smoothed(material: Material, score: str, transform: str) -> Tensor:
+def smoothed(material: Material, draws: int, score: str, transform: str) -> Tensor:
     """Smoothed scores [n, K] of the rest without the holdout, on the scale on which an attack moves them."""
-    logits, labels = material.logits(ORIGIN, DRAWS), material.dataset(ORIGIN.dataset).labels
+    logits, labels = material.logits(ORIGIN, draws), material.dataset(ORIGIN.dataset).labels
     u = torch.rand(len(logits), 1, generator=torch.Generator().manual_seed(material.seed)).to(logits.device)
     values = get_score(score).order(logits, u) if transform == "ptt" else get_score(score)(logits, u)
     if transform == "ptt":
@@ -49,14 +49,14 @@ def smoothed(material: Material, score: str, transform: str) -> Tensor:
     return values.mean(dim=1, dtype=torch.float64).cpu()
 
 
-def inverse_cdf(material: Material) -> Rows:
+def inverse_cdf(material: Material, draws: int) -> Rows:
     """Quantiles of the smoothed score of the true label: the steeper at 1 - alpha, the less an attack costs."""
     labels = material.dataset(ORIGIN.dataset).labels
     levels = torch.linspace(0.005, 0.995, 199, dtype=torch.float64)
     rows: Rows = []
     for score in ("aps", "hps"):
         for transform in LABELS:
-            own = smoothed(material, score, transform).gather(1, labels[:, None])[:, 0]
+            own = smoothed(material, draws, score, transform).gather(1, labels[:, None])[:, 0]
             values = torch.special.ndtri(own.clamp(1e-9, 1 - 1e-9)).quantile(levels)
             slope = float((values[181] - values[177]) / (levels[181] - levels[177]))  # around 0.9
             rows.append(
@@ -70,12 +70,12 @@ def inverse_cdf(material: Material) -> Rows:
     return rows
 
 
-def densities(material: Material) -> Rows:
+def densities(material: Material, draws: int) -> Rows:
     """Histograms of the smoothed scores of all labels with the threshold before and after its inflation, RSCP with HPS."""
     labels, rows = material.dataset(ORIGIN.dataset).labels, []
     split = next(random_splits(len(labels), 1, material.holdout, material.seed))
     for transform in LABELS:
-        values = smoothed(material, "hps", transform)
+        values = smoothed(material, draws, "hps", transform)
         own = values.gather(1, labels[:, None])[:, 0]
         points = split.calibration if transform == "ptt" else split.calibration_with_holdout
         tau = min(conformal_quantile(own[points], ALPHA), 1.0)
@@ -102,10 +102,10 @@ def _normal(score: float) -> float:
     return float(torch.special.ndtri(torch.tensor(score, dtype=torch.float64)).clamp(-4, 4))
 
 
-def overhead(material: Material) -> Rows:
+def overhead(material: Material, draws: int) -> Rows:
     """Seconds per image for scores with and without PTT, by size of the holdout, and for the network itself."""
     count, device = (500 if material.device != "cpu" else 40), torch.device(material.device)
-    logits = material.logits(ORIGIN, DRAWS)[:count]
+    logits = material.logits(ORIGIN, draws)[:count]
     u = torch.rand(len(logits), 1, generator=torch.Generator().manual_seed(0)).to(device)
     score = get_score("hps")
 
@@ -133,11 +133,11 @@ def overhead(material: Material) -> Rows:
         )
     smoother = material.smoother(material.model(ORIGIN), ORIGIN.sigma, compile=False)
     few = material.dataset(ORIGIN.dataset).images[: 8 if device.type == "cpu" else count].to(device)
-    noisy = few.repeat_interleave(DRAWS if device.type == "cuda" else 8, dim=0)
+    noisy = few.repeat_interleave(draws if device.type == "cuda" else 8, dim=0)
     with torch.inference_mode():
         took = seconds(lambda: [smoother._run(part) for part in noisy.split(16000)]) * count
-    rows.append({"what": "network alone", "holdout": 0, "seconds_per_image": took * DRAWS / len(noisy)})
-    return rows
+    rows.append({"what": "network alone", "holdout": 0, "seconds_per_image": took * draws / len(noisy)})
+    return [{**row, "draws": draws} for row in rows]
 
 
 # -- drawings ----------------------------------------------------------------------------------------------------------
@@ -190,7 +190,12 @@ def draw_overhead(rows: Sequence[dict[str, Any]]) -> Any:
         [row for row in rows if row["holdout"] == 0], (VANILLA, SOFT), ("--", ":"), strict=True
     ):
         axis.axhline(1e6 * row["seconds_per_image"], color=color, ls=style, label=row["what"])
-    axis.set(xscale="log", yscale="log", xlabel="holdout points", ylabel="microseconds per image (256 draws)")
+    axis.set(
+        xscale="log",
+        yscale="log",
+        xlabel="holdout points",
+        ylabel=f"microseconds per image ({rows[0].get('draws', DRAWS)} draws)",
+    )
     held = [row["holdout"] for row in with_ptt]
     axis.set_xticks(held, [str(count) for count in held])
     axis.minorticks_off()
@@ -312,7 +317,7 @@ def figures() -> dict[str, Figure]:
             "one-dimensional",
             "The 1-D example in closed form: epsilon 0.01, alpha 0.1",
             "Table in B.7",
-            lambda _: closed_form.one_dimensional(),
+            lambda *_: closed_form.one_dimensional(),
             _closed(closed_figures.one_dimensional_figure),
             none,
         ),
@@ -320,7 +325,7 @@ def figures() -> dict[str, Figure]:
             "failure-case",
             "Where PTT fails, in closed form: epsilon / sigma 0.01, alpha 0.5",
             "Table and figure in B.8",
-            lambda _: closed_form.failure_case(),
+            lambda *_: closed_form.failure_case(),
             _closed(closed_figures.failure_case_figure),
             none,
         ),
@@ -328,7 +333,7 @@ def figures() -> dict[str, Figure]:
             "sigmoid-cdf",
             "Score cdf before and after the sigmoid",
             "Figure in B.4",
-            lambda _: [
+            lambda *_: [
                 {"T": T, "t": t, "cdf": float(closed_form.sigmoid_cdf(t, 1 - ALPHA, T))}
                 for T in (1 / 400, 1 / 20)
                 for t in (0.01, 0.1, 0.5, 0.9, 0.99)

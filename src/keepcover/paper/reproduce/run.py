@@ -14,7 +14,7 @@ from keepcover.evaluation.manifest import manifest, write_results
 from keepcover.files import check_folder, write_file
 from keepcover.paper.reproduce import show
 from keepcover.paper.reproduce.cells import Table
-from keepcover.paper.reproduce.figures import FROM_TABLES, Figure, figures
+from keepcover.paper.reproduce.figures import DRAWS, FROM_TABLES, Figure, figures
 from keepcover.paper.reproduce.material import Material
 from keepcover.paper.reproduce.paper import tables
 from keepcover.paper.reproduce.runner import Computed, Say, capped, compute, rows_of
@@ -92,7 +92,7 @@ class Run:
 
     def _rows(self, item: Table | Figure, known: Computed) -> list[dict[str, Any]]:
         if isinstance(item, Figure):
-            return item.compute(self.material)
+            return item.compute(self.material, min(DRAWS, self.draws or DRAWS))
         cells = capped(item.cells, self.draws)
         if not cells:
             raise InputError(f"{item.name} is about more than {self.draws} draws; ask for more with --draws")

@@ -1,4 +1,4 @@
-"""The cluster engine: a store filled by many workers and GPUs, on Ray. Needs ``pip install '.[ray]'``.
+"""The cluster engine: a store filled by many workers and GPUs, on Ray. Needs the extra ``ray``.
 
 The driver knows the data and the store, workers know the model. Chunks go out with their images, logits come back, and
 the driver alone writes: no shared file system is needed, and nothing that a worker does can harm the store.
@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from keepcover.engine.smoother import Classifier, Smoother, evaluation_mode
-from keepcover.errors import InputError, KeepcoverWarning
+from keepcover.errors import InputError, KeepcoverWarning, install
 from keepcover.store import LogitStore
 from keepcover.store.cluster.cluster import Cluster, ClusterFilled
 from keepcover.store.cluster.pool import Pool, shortage
@@ -98,7 +98,7 @@ def connected(cluster: Cluster) -> Iterator[tuple[Any, bool]]:
     try:
         import ray  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
-        raise InputError("the cluster engine needs Ray: pip install '.[ray]' in a checkout") from None
+        raise InputError(f"the cluster engine needs Ray: {install('ray')}") from None
     if ray.is_initialized():
         if cluster.address is not None:
             raise InputError(

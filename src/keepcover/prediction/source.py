@@ -82,7 +82,13 @@ class Network(Source):
     """
 
     def __init__(
-        self, smoother: Smoother, data: Any, draws: int, stream: Stream, ids: Tensor | None = None, labelled: bool = True
+        self,
+        smoother: Smoother,
+        data: Any,
+        draws: int,
+        stream: Stream,
+        ids: Tensor | None = None,
+        labelled: bool = True,
     ) -> None:
         count = length(data)
         if count is None:
@@ -100,6 +106,8 @@ class Network(Source):
 
 def source_of(outputs: Any, truth: Any, noise: Noise | None) -> Source:
     """Any outputs as a source; a store brings its truth and its noise, and stays on the disk where it is large."""
+    if truth is not None and isinstance(outputs, Source | StoreReader):
+        raise InputError("a store brings the truth of its points along; leave truth out")
     if isinstance(outputs, Source):
         return outputs
     if isinstance(outputs, StoreReader):
@@ -111,5 +119,5 @@ def source_of(outputs: Any, truth: Any, noise: Noise | None) -> Source:
     if noise is None:
         raise InputError("expected sigma or noise=..., under which the outputs were computed")
     if truth is None:
-        raise InputError("expected the truth of every point: evaluate(outputs, truth, ...)")
+        raise InputError("expected the truth of every point, as the second argument")
     return InMemory(outputs, truth, noise)

@@ -16,80 +16,23 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from keepcover.evaluation.splits import evaluate_methods
+from keepcover.evaluation import evaluate
 from keepcover.models import SmallCNN
 from keepcover.noise.stream import Stream
 from keepcover.store import LogitStore, read_logits
+from tests.cli.runner import CLASSES, DRAWS, IMAGES, arguments, as_json, chunks, place, refused, run
+from tests.toys import nearest, toy
 
-from .test_cli import as_json, refused, run
-from .test_smoothing import nearest, toy
-from .test_store import content
-
-IMAGES, DRAWS, CLASSES = 60, 12, 4
-
-# A model of one's own; KEEPCOVER_TEST_* make it slow, or take the disk away after some passes.
-MODULE = """
-import os, resource, time
-import torch
-
-class Linear(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(5)
-        self.layer = torch.nn.Linear(16, 4)
-        self.passes = 0
-
-    def forward(self, images):
-        self.passes += 1
-        time.sleep(float(os.environ.get("KEEPCOVER_TEST_SLEEP", "0")))
-        if self.passes == int(os.environ.get("KEEPCOVER_TEST_FULL_AT", "0")):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
-        return self.layer(images.flatten(1))
-
-def make():
-    return Linear()
-
-def huge():
-    model = Linear()
-    with torch.no_grad():
-        model.layer.weight.mul_(1e7)
-    return model
-"""
+__all__ = ["place"]  # a fixture
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with data in a file and a module that makes the model, found by this process and its children."""
-    images, labels = toy(IMAGES)
-    save_file({"images": images, "labels": labels}, tmp_path / "toy.safetensors")
-    (tmp_path / "slow_models.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "slow_models", raising=False)
-    return tmp_path
-
-
-def arguments(place: Path, out: str = "store", **options: Any) -> list[str]:
-    """The command; keyword arguments replace options, True is a flag, None leaves one out."""
-    chosen: dict[str, Any] = {
-        "model": "slow_models:make",
-        "data": place / "toy.safetensors",
-        "sigma": 0.25,
-        "draws": DRAWS,
-        "out": place / out,
-        "chunk_images": 10,
-        "chunk_draws": 4,
-        "batch_size": 16,
-        **options,
-    }
-    words = ["smooth"]
-    for name, value in chosen.items():
-        if value is not None:
-            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    return words
+def content(path: Path) -> dict[str, bytes]:
+    """Every file below a folder, hidden ones too."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
 
 def start(place: Path, words: Sequence[str], **environment: str) -> subprocess.Popen[str]:
-    source = Path(__file__).resolve().parents[1] / "src"
+    source = Path(__file__).resolve().parents[2] / "src"
     paths = os.pathsep.join([str(place), str(source)])
     return subprocess.Popen(
         [sys.executable, "-m", "keepcover", *words],
@@ -101,10 +44,6 @@ def start(place: Path, words: Sequence[str], **environment: str) -> subprocess.P
             signal.SIGINT, signal.SIG_DFL
         ),  # ignored by all that a shell runs in the background
     )
-
-
-def chunks(root: Path) -> list[Path]:
-    return sorted(root.glob("*/images-*.safetensors"))
 
 
 # -- kill -9 -----------------------------------------------------------------------------------------------------------
@@ -201,7 +140,7 @@ def test_json_says_where_and_what(place: Path, capsys: pytest.CaptureFixture[str
     assert facts["bytes"] == sum(path.stat().st_size for path in chunks(place / "store"))
     assert facts["noisy_images_per_second"] > 0
     assert Path(facts["store"]).parent == place / "store"
-    assert (facts["key"]["sigma"], facts["key"]["seed"], facts["key"]["device"]) == (0.25, 0, "cpu")
+    assert (facts["key"]["noise"], facts["key"]["seed"], facts["key"]["device"]) == ("gaussian:0.25", 0, "cpu")
     logits, labels = read_logits(facts["store"])
     images, truth = toy(IMAGES)
     model = sys.modules["slow_models"].make()
@@ -220,7 +159,7 @@ def test_text_says_where_what_and_how_fast(place: Path, capsys: pytest.CaptureFi
     assert "60 images x 12 draws x 4 classes, float16" in lines[1]
     assert "18 chunks computed, 0 reused" in lines[2]
     assert lines[2].endswith("noisy images/s")
-    assert lines[3] == f"next     keepcover evaluate {folder} --sigma 0.25 --epsilon 0.125"
+    assert lines[3] == f"next     keepcover evaluate {folder} --epsilon EPSILON"
     code, text, _ = run(capsys, *arguments(place))
     assert code == 0
     assert "nothing to do: all of it was there" in text
@@ -300,7 +239,7 @@ def test_a_damaged_chunk_is_named_and_computed_again(place: Path, capsys: pytest
 def test_evaluate_and_plan_read_a_store(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = as_json(capsys, *arguments(place))
     ask = ["--epsilon", "0.05", "--splits", "2", "--holdout", "15", "--method", "exact", "rscp", "--alpha", "0.2"]
-    rows = evaluate_methods(
+    rows = evaluate(
         *read_logits(facts["store"]),
         sigma=0.25,
         epsilon=0.05,
@@ -315,7 +254,9 @@ def test_evaluate_and_plan_read_a_store(place: Path, capsys: pytest.CaptureFixtu
     code, text, _ = run(capsys, "evaluate", facts["store"], *ask)
     assert code == 0
     assert "sigma 0.25" in text
-    assert "under noise of sigma 0.25, not 0.5" in refused(capsys, "evaluate", facts["store"], *ask, "--sigma", "0.5")
+    assert "under Gaussian noise sigma 0.25, not Gaussian noise sigma 0.5" in refused(
+        capsys, "evaluate", facts["store"], *ask, "--sigma", "0.5"
+    )
     logits, labels = read_logits(facts["store"])
     save_file({"logits": logits, "labels": labels}, place / "file.safetensors")
     assert "expected --sigma" in refused(capsys, "evaluate", place / "file.safetensors", *ask)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from html import escape
-from html.parser import HTMLParser
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -16,83 +15,18 @@ import torch
 from torch import nn
 
 from keepcover.attacks.audit import Audit, audit
-from keepcover.cli.side_by_side import AuditRequest, summary_rows, write_audit
+from keepcover.noise import Gaussian, Threat
 from keepcover.pages import plots
-from keepcover.pages.report import (
-    Cell,
-    Example,
-    Figure,
-    Page,
-    Section,
-    Table,
-    audit_examples,
-    audit_section,
-    audit_table,
-    conclusion,
-    hardware,
-    interval,
-    methods_table,
-)
+from keepcover.pages.audit_page import audit_page
+from keepcover.pages.report import Cell, Example, Figure, Page, Section, Table, hardware
+from keepcover.pages.sections import audit_examples, audit_section, conclusion, interval, methods_table, reach
 from keepcover.prediction.calibration import calibrate
-
-from .test_smoothing import nearest, toy
+from tests.pages.reader import offline, parsed
+from tests.toys import nearest, toy
 
 EPSILON = 0.15
-
-
-class Reader(HTMLParser):
-    """Checks nesting and collects links, cells and text."""
-
-    VOID = ("meta", "path", "use", "br", "img", "image", "link", "rect", "circle", "line")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.rows: list[list[str]] = []
-        self.text: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "action")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-        if self.open and self.open[-1] in ("td", "th"):
-            self.rows[-1][-1] += data
-
-
-def parsed(page: str) -> Reader:
-    reader = Reader()
-    reader.feed(page)
-    reader.close()
-    assert reader.open == []
-    return reader
-
-
-def offline(page: str) -> None:
-    """No script, no style or image from elsewhere: only fragments of the page itself and embedded data."""
-    reader = parsed(page)
-    assert all(link.startswith(("#", "data:")) for link in reader.links), reader.links
-    assert not {"script", "link", "iframe", "object", "embed"} & set(reader.tags)
-    assert not re.search(r"url\((?!#|['\"]?data:)", page)
-    assert "@import" not in page
+NAMES = ["<zero>", "<one>", "<two>", "<three>"]
+WITHIN = reach(Threat(Gaussian(0.15), 0.0), EPSILON)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +37,7 @@ def model() -> nn.Module:
 @pytest.fixture(scope="module")
 def report(model: nn.Module) -> Audit:
     """Vanilla conformal prediction loses labels here, the certified one keeps them."""
-    shared: dict[str, Any] = {"epsilon": EPSILON, "seed": 1, "class_names": ["<zero>", "one", "two", "three"]}
+    shared: dict[str, Any] = {"epsilon": EPSILON, "seed": 1, "class_names": NAMES}
     predictors = {
         "vanilla": calibrate(model, toy(200, seed=1), method="cp", sigma=0.0, draws=1, **shared),
         "certified & kept": calibrate(model, toy(200, seed=1), method="rcp1", sigma=0.15, **shared),
@@ -122,7 +56,7 @@ def test_everything_is_escaped_but_figures() -> None:
             nasty,
             nasty,
             Table([nasty, ""], [[Cell(nasty), Cell(nasty)]]),
-            [Figure("bars", plots.size_histogram([1, 2]), nasty, nasty)],
+            [Figure("bars", plots.size_shares({"a": [0.4, 0.6]}), nasty, nasty)],
             [nasty],
             nasty,
             [Example(nasty, [(torch.rand(3, 2, 2), nasty)])],
@@ -137,7 +71,7 @@ def test_everything_is_escaped_but_figures() -> None:
 
 def test_a_page_is_marked_up_for_those_who_do_not_see_it() -> None:
     table = Table(["", "coverage"], [[Cell("exact"), Cell("0.9", "good")]])
-    figure = Figure("sizes", plots.size_histogram([0, 3]), "Sets by size.", "Three sets of one label.")
+    figure = Figure("sizes", plots.size_shares({"a": [0.0, 1.0]}), "Sets by size.", "Three sets of one label.")
     example = Example("truth: cat", [(torch.rand(1, 2, 2), "{cat}")])
     html = Page(
         "title",
@@ -158,7 +92,7 @@ def test_a_page_is_marked_up_for_those_who_do_not_see_it() -> None:
 
 
 def test_figures_are_files_too(tmp_path: Path) -> None:
-    drawing = plots.size_histogram([0, 3, 1])
+    drawing = plots.size_shares({"a": [0.0, 0.75, 0.25]})
     page = Page("title", "about", sections=[Section("one", figures=[Figure("set-sizes", drawing, "Sets by size.")])])
     page.write(tmp_path / "page.html", tmp_path / "new" / "figures")
     files = sorted(path.name for path in (tmp_path / "new" / "figures").iterdir())
@@ -192,7 +126,9 @@ def test_pages_are_written_whole(tmp_path: Path) -> None:
 
 
 def test_the_audit_table_is_the_audit(report: Audit) -> None:
-    table = audit_table(report)
+    section = audit_section(report)
+    table = section.table
+    assert table is not None
     assert len(table.rows) == len(report.rows) == 10
     for row, cells in zip(report.rows, table.rows):
         texts = [cell.text for cell in cells]
@@ -203,13 +139,11 @@ def test_the_audit_table_is_the_audit(report: Audit) -> None:
     assert {row.verdict for row in report.rows if row.name == "vanilla" and row.radius == EPSILON} == {
         "no promise, lost"
     }
-    section = audit_section(report)
-    assert section.table == table
     assert "luck of the calibration draw" in section.note
 
 
 def test_the_methods_table_marks_what_was_lost(report: Audit) -> None:
-    rows = summary_rows(report, EPSILON)
+    rows = report.summary(EPSILON)
     table = methods_table(rows)
     vanilla, certified = table.rows
     assert (vanilla[2].text, certified[2].text, certified[2].kind) == ("no", "yes", "good")
@@ -223,16 +157,16 @@ def test_the_methods_table_marks_what_was_lost(report: Audit) -> None:
 
 
 def test_the_conclusion_is_a_sentence_about_the_rows(report: Audit) -> None:
-    rows = summary_rows(report, EPSILON)
-    text = conclusion(rows, 0.1, EPSILON)
+    rows = report.summary(EPSILON)
+    text = conclusion(rows, 0.1, WITHIN)
     lost, kept = rows
     assert f"{lost['name']} covers {lost['attacked_coverage']['mean']:.1%}" in text
     assert f"consistent with the 90% that the certified method {kept['name']} promised" in text
     assert f"{kept['attacked_size']:.2f} labels" in text
-    two = conclusion([*rows, {**kept, "name": "larger", "attacked_size": 9.0}], 0.1, EPSILON)
+    two = conclusion([*rows, {**kept, "name": "larger", "attacked_size": 9.0}], 0.1, WITHIN)
     assert "that all 2 certified methods promised" in two
     assert f"those of {kept['name']}, from" in two
-    assert "violated: larger" in conclusion([*rows, {**kept, "name": "larger", "verdict": "violated"}], 0.1, EPSILON)
+    assert "violated: larger" in conclusion([*rows, {**kept, "name": "larger", "verdict": "violated"}], 0.1, WITHIN)
     assert escape(text) in Page("title", "subtitle", conclusion=text).html()
 
 
@@ -262,16 +196,15 @@ def test_an_interval_is_written_with_its_ends() -> None:
 
 
 def figures(report: Audit) -> dict[str, Any]:
-    rows, certified = summary_rows(report, EPSILON), {"a": True, "b": False}
+    rows, certified = report.summary(EPSILON), {"a": True, "b": False}
     curves = {"a": [(0.0, 1.0), (0.1, 1.5)], "b": [(0.0, 1.1), (0.1, 3.9)]}
     return {
         "sizes": plots.size_curves(curves, 4, certified),
         "coverages": plots.coverage_curves(
-            {"a": [(0.0, 0.9, 0.8, 1.0), (0.1, 0.8, 0.7, 0.9)], "b": [(0.0, 0.9)]}, 0.1, certified
+            {"a": [(0.0, 0.9, 0.8, 1.0), (0.1, 0.8, 0.7, 0.9)], "b": [(0.0, 0.9)]}, [0.1], certified
         ),
         "densities": plots.score_densities(torch.linspace(0, 1, 50), torch.linspace(0, 1, 50) ** 4, 0.1),
         "bars": plots.clean_and_attacked(rows, 0.1),
-        "histogram": plots.size_histogram([1, 5, 0, 2]),
         "shares": plots.size_shares({"a": [0.0, 0.75, 0.25, 0.0], "b": [0.5, 0.0, 0.5, 0.0]}),
         "scatter": plots.size_against_coverage(
             {"a": [(0.9, 1.2, 0.01, 0.1)], "b": [(0.95, 40.0, 0.01, 0.1)]}, 0.1, certified
@@ -358,7 +291,7 @@ def test_figures_show_their_numbers(report: Audit) -> None:
         ("b", [1.1, 3.9], "--"),
     ]
     assert drawn["sizes"].axes[0].get_ylim()[0] == 0
-    rows = summary_rows(report, EPSILON)
+    rows = report.summary(EPSILON)
     coverage, size = drawn["bars"].axes
     widths = [bar.get_width() for bar in coverage.patches]
     assert widths == [row["coverage"]["mean"] for row in rows] + [row["attacked_coverage"]["mean"] for row in rows]
@@ -376,7 +309,7 @@ def test_figures_show_their_numbers(report: Audit) -> None:
 
 def test_a_wide_figure_gets_the_whole_width() -> None:
     wide = Figure("wide", plots.subplots(1, 2, figsize=(9, 3))[0], "two panels")
-    narrow = Figure("narrow", plots.size_histogram([1, 2]), "one panel")
+    narrow = Figure("narrow", plots.size_shares({"a": [0.4, 0.6]}), "one panel")
     html = Page("title", "about", sections=[Section("one", figures=[wide, narrow])]).html()
     assert html.count('<figure class="wide">') == 1
     assert html.count('role="region" aria-label="Figure: two panels"') == 1
@@ -397,7 +330,7 @@ def test_examples_are_labels_lost_by_one_and_kept_by_the_other(report: Audit) ->
         i = next(i for i, image in enumerate(report.images) if torch.equal(image, clean))
         assert lost[i]
         assert torch.equal(attacked, report.attacked["vanilla", "softmax", EPSILON][i])
-        truth = ("<zero>", "one", "two", "three")[int(report.labels[i])]
+        truth = NAMES[int(report.labels[i])]
         assert example.title == f"truth: {truth}"
         assert before.startswith("clean: vanilla {")
         assert truth in after.split("certified & kept ")[1]
@@ -410,31 +343,34 @@ def test_examples_are_labels_lost_by_one_and_kept_by_the_other(report: Audit) ->
 
 
 def test_the_audit_page(report: Audit, tmp_path: Path) -> None:
-    request = AuditRequest(data="toy", radii=(EPSILON, 0.05), epsilon=EPSILON, steps=6, attack_draws=4)
-    path = write_audit(request, report, tmp_path / "out", 1.0)
-    page = path.read_text()
-    offline(page)
-    reader = parsed(page)
+    page = audit_page(report, "toy, 60 images", origin={"seed": 7})
+    path = page.write(tmp_path / "audit.html", tmp_path / "figures")
+    html = path.read_text()
+    offline(html)
+    reader = parsed(html)
     assert [row[0] for row in reader.rows].count("vanilla") == 1 + 5  # the summary, and every attack
     assert ["vanilla", "no promise, lost", "softmax", "0.15"] in [row[:4] for row in reader.rows]
-    assert "&lt;zero&gt;" in page or "zero" not in page
-    assert sorted(file.name for file in path.parent.iterdir()) == ["audit.html", "audit.json"]
+    (examples,) = [section.examples for section in page.sections if section.title == "Before and after"]
+    assert examples
+    for example in examples:  # every name is in brackets
+        assert escape(example.title) in html
+        assert example.title not in html
     facts = {row[0]: row[1] for row in reader.rows if len(row) == 2}
-    assert facts["attacks"] == "softmax, margin"
-    assert facts["attacker"] == "6 steps, 4 draws, restarts 1"
-    assert str(report.sets["certified & kept", "none", 0.0].guarantee) in " ".join(reader.text)
-    write_audit(request, report, tmp_path / "out", 1.0, tmp_path / "figures")
+    assert (facts["attacks"], facts["seed"]) == ("softmax, margin", "7")
+    assert page.guarantee == str(report.sets["certified & kept", "none", 0.0].guarantee)
+    assert page.guarantee in " ".join(reader.text)
     assert {file.stem for file in (tmp_path / "figures").iterdir()} == {
         "coverage-clean-and-attacked",
         "size-clean-and-attacked",
         "coverage-by-radius",
     }
+    assert f"Attacked within L2 {EPSILON:g}; the worst" in page.sections[0].text
 
 
-def test_an_audit_without_an_attack_has_a_page_too(report: Audit, model: nn.Module, tmp_path: Path) -> None:
+def test_an_audit_without_an_attack_has_a_page_too(model: nn.Module) -> None:
     """Radius 0 is a clean audit: a table, no attacked rows, no crash."""
     predictor = calibrate(model, toy(200, seed=1), method="rcp1", epsilon=0.0, sigma=0.15, seed=1)
     clean = audit(predictor, toy(60, seed=3), radii=[0.0], seed=5, progress=False)
-    page = write_audit(AuditRequest(radii=(0.0,), epsilon=0.0), clean, tmp_path, 1.0).read_text()
-    offline(page)
-    assert "consistent" in page
+    html = audit_page(clean, "toy").html()
+    offline(html)
+    assert [row[:4] for row in parsed(html).rows if row[0] == "rcp1"][-1] == ["rcp1", "consistent", "none", "0"]

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from keepcover import cli
+from keepcover.demo import demo, report
 from keepcover.demo.demo import Entry
-from keepcover.paper import demo, demo_report
+from keepcover.methods import RCP1, RSCP, Exact, SplitCP
 from keepcover.paper.reproduce.run import write_page
-
-from .conftest import Watched
-from .test_smoothing import nearest, toy
+from tests.conftest import Watched
+from tests.toys import nearest, toy
 
 pytestmark = pytest.mark.browser
 
@@ -38,18 +38,18 @@ def make_nearest() -> nn.Module:
 
 def _demo(folder: Path) -> Path:
     entries = (
-        Entry("vanilla CP", "cp", 1, sigma=0.0),
-        Entry("RSCP + PTT", "rscp", 16),
-        Entry("RCP1", "rcp1", 1),
-        Entry("exact, 16 draws", "exact", 8),
+        Entry("vanilla CP", SplitCP(), 1, sigma=0.0),
+        Entry("RSCP + PTT", RSCP(), 16),
+        Entry("RCP1", RCP1(), 1),
+        Entry("exact, 16 draws", Exact(), 8),
     )
     with pytest.MonkeyPatch.context() as patch:
         fit = demo.fit_under_noise
         patch.setattr(demo, "fit_under_noise", lambda *d, epochs, **o: fit(*d, epochs=min(epochs, 15), **o))
-        for module in (demo, demo_report):
-            patch.setattr(module, "ENTRIES", entries)
+        patch.setattr(demo, "ENTRIES", entries)
+        for module in (demo, report):
             patch.setattr(module, "ATTACKED", 40)
-        return demo_report.write_report(demo.run_demo(0, say=lambda _: None), folder / "demo")
+        return report.write_report(demo.run_demo(0, say=lambda _: None), folder / "demo")
 
 
 def _predictor(folder: Path) -> Path:
@@ -84,7 +84,7 @@ def _audit(folder: Path) -> Path:
 
 def _reproduce(folder: Path) -> Path:
     """A committed result with a wide table and a figure of two panels."""
-    source = Path(__file__).parents[1] / "results" / "reproduce" / "motivation.json"
+    source = Path(__file__).parents[2] / "results" / "reproduce" / "motivation.json"
     target = folder / source.name
     target.write_text(source.read_text())
     return next(path for path in write_page(target) if path.suffix == ".html")

@@ -30,8 +30,7 @@ from keepcover.noise.stream import ROLES, Stream, lattice
 from keepcover.prediction.calibration import calibrate
 from keepcover.prediction.predictor import Predictor
 from keepcover.scores.scores import hps, log_odds
-
-from .test_smoothing import flags, half_trained, nearest, toy
+from tests.toys import flags, half_trained, nearest, toy
 
 patient = settings(deadline=None, derandomize=True, max_examples=40)
 ATTACK = Stream(3, "attack")

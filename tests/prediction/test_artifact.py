@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from keepcover.bounds.bounds import hull_level, majorant_gap
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import keepcover
-from keepcover.bounds.bounds import hull_level, majorant_gap
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.methods import CAS, BinCP, Exact, ExactAsymmetric
@@ -28,8 +28,7 @@ from keepcover.prediction.calibration import calibrate
 from keepcover.prediction.predictor import Predictor
 from keepcover.scores.draws import Draws
 from keepcover.scores.scores import HPS, RAPS, CustomScore
-
-from .test_smoothing import nearest, toy
+from tests.toys import nearest, toy
 
 CAL, HELD, TEST = toy(120, seed=1), toy(40, seed=2), toy(60, seed=3)
 ASK: dict[str, Any] = {"epsilon": 0.03, "sigma": 0.1, "draws": 8, "calibration_draws": 8, "seed": 1, "holdout": HELD}

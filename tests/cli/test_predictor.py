@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,23 @@ from torch import Tensor, nn
 
 import keepcover
 from keepcover.__main__ import main as keepcover_main
+from keepcover.cli.rows import write_rows
 from keepcover.data import digits
 from keepcover.engine.fingerprint import fingerprint
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.guarantee import Guarantee
 from keepcover.models import SmallCNN
+from keepcover.noise import Gaussian, Threat
 from keepcover.pages import plots
-from keepcover.pages.predictor_page import EXAMPLES, MOST_CLASSES, predictor_page
+from keepcover.pages.predictor_page import predictor_page
+from keepcover.pages.sections import MOST_CLASSES
 from keepcover.prediction.artifact import load, read
 from keepcover.specs import load_inputs, load_model, part_rows
-from keepcover.tasks.set_rows import set_rows, write_rows
-from keepcover.tasks.sets import PredictionSets
+from keepcover.tasks import Classification, PredictionSets
 from keepcover.training import fit_under_noise
-
-from .test_cli import as_json, refused, run
-from .test_report import offline, parsed
-from .test_smoothing import SHAPE, nearest, toy
+from tests.cli.runner import as_json, refused, run
+from tests.pages.reader import offline, parsed
+from tests.toys import SHAPE, nearest, toy
 
 DATA, NEW = toy(400, seed=1), toy(60, seed=2)
 LEVEL = ["--sigma", "0.15", "--epsilon", "0.1", "--draws", "4", "--calibration-draws", "8", "--seed", "1"]
@@ -272,16 +274,13 @@ def test_options_of_calibrate_reach_the_predictor(
     ]
     made = as_json(capsys, *arguments)
     manifest, _ = read(path)
-    setting = manifest["levels"][0]["setting"]
-    assert (setting["alpha"], setting["epsilon"], setting["sigma"], setting["draws"], setting["beta"]) == (
-        0.2,
-        0.02,
-        0.2,
-        256,
-        0.002,
-    )
-    assert (manifest["levels"][0]["method"], manifest["levels"][0]["transform"]) == ("rscp_plus_hoeffding", "ptt")
-    assert (manifest["score"]["name"], made["holdout_size"], setting["n"]) == ("aps", 60, 340)
+    (level,) = manifest["levels"]
+    asked = level["asked"]
+    assert (asked["alpha"], asked["threat"]["epsilon"], asked["draws"], asked["n"]) == (0.2, 0.02, 256, 340)
+    assert asked["threat"]["noise"] == {"name": "gaussian", "sigma": 0.2}
+    assert (level["method"], level["options"]["beta"]) == ("rscp_plus_hoeffding", 0.002)
+    assert level["guarantee"]["transform"] == "ptt"
+    assert (manifest["task"]["score"]["name"], made["holdout_size"]) == ("aps", 60)
     assert manifest["numerics"] == {"autocast": "bfloat16", "channels_last": True, "compile": False}
     again = tmp_path / "again.safetensors"
     as_json(capsys, *arguments[:-1], again)
@@ -317,7 +316,7 @@ def test_a_model_without_a_fingerprint_needs_one(
     code, out, _ = run(capsys, "calibrate", *given, *LEVEL, "--out", path, "--fingerprint", "version-3")
     assert code == 0
     assert f"keepcover predict {path} --model own:make_vectors --fingerprint version-3 --data NEW" in out
-    assert as_json(capsys, "show", path)["model_fingerprint"] == "version-3"
+    assert as_json(capsys, "show", path)["model"]["fingerprint"] == "version-3"
     for more, expected in (([], 2), (["--fingerprint", "version-4"], 2), (["--fingerprint", "version-3"], 0)):
         assert run(capsys, "predict", path, *given, *more)[0] == expected
 
@@ -330,9 +329,9 @@ def test_class_names_from_a_list_a_file_or_the_data(
     base = ["calibrate", *OWN, "--data", place / "data.npz", *LEVEL, "--out", tmp_path / "p.safetensors"]
     for given, expected in (("a, b,c,d", ["a", "b", "c", "d"]), (names, ["ant", "bee", "cow", "zebra, striped"])):
         as_json(capsys, *base, "--class-names", given)
-        assert as_json(capsys, "show", tmp_path / "p.safetensors")["class_names"] == expected
+        assert as_json(capsys, "show", tmp_path / "p.safetensors")["task"]["class_names"] == expected
     as_json(capsys, *base)
-    assert as_json(capsys, "show", tmp_path / "p.safetensors")["class_names"] is None
+    assert as_json(capsys, "show", tmp_path / "p.safetensors")["task"]["class_names"] is None
     assert load_inputs("digits").class_names == digits().class_names
     assert "4 class names" in refused(capsys, *base, "--class-names", "a,b")
 
@@ -358,8 +357,8 @@ def test_class_names_from_a_list_a_file_or_the_data(
         (["--data", "svhn"], "digits, cifar10, cifar100, mnist"),
         (["--part", "3/2"], "a part k/m"),
         (["--alpha", "1.5"], "alpha strictly between 0 and 1"),
-        (["--sigma", "0"], "sigma is 0"),
-        (["--method", "magic"], "method among cp"),
+        (["--sigma", "0"], "there is none; give sigma > 0"),
+        (["--method", "magic"], "method among auto, cp"),
         (["--holdout", "400"], "holdout of 1 to 399"),
         (["--draws", "0"], "at least 1 draw"),
         (["--out", "nowhere/p.safetensors"], "no folder nowhere"),
@@ -433,13 +432,17 @@ def test_weights_of_another_number_of_classes_are_refused(
 # -- predict -----------------------------------------------------------------------------------------------------------
 
 
+def indexed(sets: PredictionSets) -> list[dict[str, Any]]:
+    return [{"index": i, **row} for i, row in enumerate(sets.rows())]
+
+
 def test_rows_are_the_predictors_sets_with_names(saved: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "predict", saved, *OWN, "--data", place / "new.npz", "--seed", "3")
     assert code == 0
     rows = [json.loads(line) for line in out.splitlines()]
     predictor = load(saved, nearest())
     sets = predictor.predict(NEW[0], seed=3)
-    assert rows == list(set_rows(sets))
+    assert rows == indexed(sets)
     assert [row["labels"] for row in rows] == sets.labels()
     assert all(list(row) == ["index", "labels", "size", "trivial"] for row in rows)
     assert [row["size"] for row in rows] == sets.size.tolist()
@@ -459,9 +462,9 @@ def test_levels_nested_sets_and_parts(saved: Path, place: Path, capsys: pytest.C
         (["--early-exit"], predictor.predict(NEW[0], seed=3)),
     ):
         found = as_json(capsys, *arguments, *options)
-        assert found["rows"] == list(set_rows(expected))
+        assert found["rows"] == indexed(expected)
         assert found["guarantee"] == expected.guarantee.to_dict()
-        assert found["coverage"] == expected.evaluate(NEW[1]).coverage.__dict__
+        assert found["coverage"] == expected.measure(NEW[1]).coverage.__dict__
         assert found["mean_size"] == pytest.approx(float(expected.size.double().mean()))
     early = as_json(capsys, *arguments, "--early-exit")
     assert 1 <= early["mean_draws"] <= 4
@@ -544,22 +547,24 @@ def read_rows(text: str, form: str) -> list[dict[str, Any]]:
     ]
 
 
-def sets_of(mask: Tensor, names: tuple[str, ...] | None) -> PredictionSets:
-    return PredictionSets(mask, Guarantee("exact", True, alpha=0.1, epsilon=0.1, sigma=0.2, draws=4, n=99), names)
+def rows_of(mask: Tensor, names: tuple[str, ...] | None, index: list[int]) -> list[dict[str, Any]]:
+    promise = Guarantee("exact", True, 0.1, Threat(Gaussian(0.2), 0.1), draws=4, n=99)
+    rows = PredictionSets(mask, promise, names).rows()
+    return [{"index": i, **row} for i, row in zip(index, rows)]
 
 
 def test_names_with_commas_quotes_and_letters_survive() -> None:
     names = ("zebra, striped", 'the "fox"', "naïve 犬", "a\nb")
     mask = torch.tensor([[True, True, True, True], [False, False, True, False], [False] * 4])
     for form in ("jsonl", "csv"):
-        rows = read_rows(write_rows(sets_of(mask, names), form, [5, 6, 9]), form)
+        rows = read_rows(write_rows(rows_of(mask, names, [5, 6, 9]), form), form)
         assert [row["labels"] for row in rows] == [list(names), ["naïve 犬"], []]
         assert [(row["index"], row["trivial"]) for row in rows] == [(5, True), (6, False), (9, False)]
-    assert read_rows(write_rows(sets_of(mask, None), "jsonl"), "jsonl")[1]["labels"] == [2]
+    assert read_rows(write_rows(rows_of(mask, None, [0, 1, 2]), "jsonl"), "jsonl")[1]["labels"] == [2]
     with pytest.raises(InputError, match="joins labels by semicolons, and the class 'a;b' holds one"):
-        write_rows(sets_of(mask, ("a;b", "c", "d", "e")), "csv")
+        write_rows(rows_of(mask, ("a;b", "c", "d", "e"), [0, 1, 2]), "csv")
     with pytest.raises(InputError, match="jsonl or csv, got 'xml'"):
-        write_rows(sets_of(mask, names), "xml")
+        write_rows([], "xml")
 
 
 def test_a_failed_prediction_leaves_the_old_file(
@@ -608,8 +613,8 @@ def test_show_prints_the_promise_and_where_it_comes_from(saved: Path, capsys: py
     assert (code, err) == (0, "")
     predictor = load(saved, nearest())
     for level, calibrated in predictor.levels.items():
-        assert str(predictor.guarantee_for(*level)) in out
-        assert f"{calibrated.threshold:.6g}" in out
+        assert str(predictor.at(*level).guarantee) in out
+        assert f"{float(calibrated.threshold):.6g}" in out
     for assumption in predictor.guarantee.assumptions:
         assert assumption in out
     for text in (
@@ -619,7 +624,7 @@ def test_show_prints_the_promise_and_where_it_comes_from(saved: Path, capsys: py
         fingerprint(nearest()),
         fingerprint(saved),
         "own:make_nearest",
-        "format 2",
+        "format 3",
         str(torch.__version__),
         "data",
     ):
@@ -690,7 +695,7 @@ def test_the_page_stands_alone_and_says_what_was_measured(
     reader = parsed(page)
     predictor = load(saved, nearest())
     sets = predictor.predict(NEW[0], seed=3)
-    measured = sets.evaluate(NEW[1])
+    measured = sets.measure(NEW[1])
     assert found["evaluation"]["coverage"] == measured.coverage.__dict__
     assert found["report"] == str(target)
     text = " ".join(reader.text)
@@ -701,11 +706,12 @@ def test_the_page_stands_alone_and_says_what_was_measured(
         size = float(sets.size[NEW[1] == k].double().mean())
         assert by_class[("ant", "bee", "cow", "dog")[k]] == [str(share), f"{size:.2f}", str(share.count)]
     for key, every in predictor.predict_all(NEW[0], seed=3).items():
-        one = every.evaluate(NEW[1])
+        one = every.measure(NEW[1])
         low, high = one.size_interval
         row = by_class[f"alpha {key[0]:g}, epsilon {key[1]:g}"]
         assert row[:3] == [str(one.coverage), f"{1 - key[0]:g}", f"{one.size:.2f} [{low:.2f}, {high:.2f}]"]
-    assert by_class["model evaluations per query"] == ["4"]
+    draws, n = sets.guarantee.calibration_draws or 4, sets.guarantee.n + predictor.holdout_size
+    assert by_class[sets.guarantee.method] == ["4", str(draws), f"{draws * n:,}"]
     assert by_class["noise"] == ["seed 3: for experiments, it can be guessed"]
     assert by_class["predictor"] == [f"{saved.name}, SHA-256 {fingerprint(saved)}"]
     assert by_class["test data"] == [f"labelled, all of it, {len(NEW[1])} inputs"]
@@ -733,7 +739,9 @@ def test_the_page_stands_alone_and_says_what_was_measured(
 def test_a_page_of_many_classes_shows_the_worst(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
     """Forty classes, of which the first ten are never covered."""
     predictor = load(saved, nearest())
-    predictor.classes, predictor.class_names = 40, tuple(f"<class {k}>" for k in range(40))
+    predictor = replace(
+        predictor, task=Classification(class_names=tuple(f"<class {k}>" for k in range(40)), classes=40)
+    )
     labels = torch.arange(400) % 40
     mask = torch.zeros(400, 40, dtype=torch.bool)
     mask[torch.arange(400), labels] = labels >= 10
@@ -741,7 +749,7 @@ def test_a_page_of_many_classes_shows_the_worst(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(
         plots,
         "coverage_by_class",
-        lambda names, shares, alpha: shown.update(names=names, shares=shares) or plots.size_histogram([1]),
+        lambda names, shares, alpha: shown.update(names=names, shares=shares) or plots.subplots()[0],
     )
     sets = PredictionSets(mask, predictor.guarantee, predictor.class_names)
     level = predictor.guarantee.alpha, predictor.guarantee.epsilon
@@ -756,7 +764,7 @@ def test_a_page_of_many_classes_shows_the_worst(monkeypatch: pytest.MonkeyPatch,
     assert len(shown["names"]) == MOST_CLASSES
     assert set(shown["names"][:10]) == {f"<class {k}>" for k in range(10)}
     assert f"The {MOST_CLASSES} classes of lowest coverage; 10 more are not shown." in page
-    assert len(examples) == 2 * EXAMPLES // 3
+    assert len(examples) == 8  # four that are missed, four single labels, no larger set
     assert (examples[0].title, examples[0].images[0][1], examples[0].bad) == ("truth: <class 0>, missed", "{}", True)
     assert (examples[-1].title, examples[-1].images[0][1], examples[-1].bad) == (
         "truth: <class 13>",
@@ -794,7 +802,7 @@ def test_names_out_of_a_file_cannot_speak_to_the_terminal(tmp_path: Path, capsys
     model, data = nearest(), toy(400, seed=1)
     classes = int(data[1].max()) + 1
     names = (names + [f"class {k}" for k in range(classes)])[:classes]
-    predictor = keepcover.calibrate(model, data, epsilon=0.1, sigma=0.15, draws=4, class_names=names, progress=False)
+    predictor = keepcover.calibrate(model, data, epsilon=0.1, sigma=0.15, draws=4, class_names=names)
     predictor.save(tmp_path / "p.safetensors")
     code, shown, _ = run(capsys, "show", tmp_path / "p.safetensors")
     assert code == 0

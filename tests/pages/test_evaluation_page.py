@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from keepcover.data.splits import random_splits
 from keepcover.errors import InputError
-from keepcover.evaluation.splits import Row, evaluate_methods
+from keepcover.evaluation import Row, evaluate
+from keepcover.evaluation.random_splits import random_splits
 from keepcover.pages.evaluation_page import evaluation_page
-from keepcover.tasks.metrics import Spread
-
-from .test_cli import as_json, refused, run
-from .test_report import offline, parsed
+from keepcover.tasks import Spread
+from tests.cli.runner import as_json, refused, run
+from tests.pages.reader import offline, parsed
 
 K, N = 5, 200
 
@@ -31,7 +30,7 @@ def noisy(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    return evaluate_methods(*noisy(), sigma=0.25, epsilon=0.1, methods=("cp", "rcp1", "exact"), splits=4, holdout=40)
+    return evaluate(*noisy(), sigma=0.25, epsilon=0.1, methods=("cp", "rcp1", "exact"), splits=4, holdout=40)
 
 
 @pytest.fixture
@@ -54,10 +53,12 @@ def test_what_splits_saw_adds_up_to_the_row(rows: list[Row]) -> None:
         total = sum(size * int(count) for size, count in enumerate(seen.histogram))
         assert total == sum(int(part.sum()) for part in seen.labels)
         assert total / tested == pytest.approx(row.size.mean, abs=1e-6)
-        for split, size, coverage, count, hits in zip(splits, seen.sizes, seen.coverages, seen.count, seen.hits):
+        for split, size, coverage, count, hits, held in zip(
+            splits, seen.sizes, seen.coverages, seen.count, seen.hits, seen.labels
+        ):
             assert torch.equal(count, torch.bincount(labels[split.test], minlength=K))
             assert int(hits.sum()) == round(coverage * len(split.test))
-            assert size >= 0
+            assert size == pytest.approx(int(held.sum()) / len(split.test), abs=1e-6)
         for k in range(K):
             each = [float(h[k] / n[k]) for h, n in zip(seen.hits, seen.count)]
             assert seen.class_coverage(k) == Spread.of(each)
@@ -71,7 +72,7 @@ def test_the_page_says_what_the_rows_say(rows: list[Row]) -> None:
     html = page.html()
     offline(html)
     reader = parsed(html)
-    best = min((row for row in rows if row.certified), key=lambda row: row.size.mean)
+    best = min((row for row in rows if row.guarantee.certified), key=lambda row: row.size.mean)
     assert page.guarantee == str(best.guarantee)
     by_name: dict[str, list[list[str]]] = {}
     for row in reader.rows:
@@ -80,7 +81,11 @@ def test_the_page_says_what_the_rows_say(rows: list[Row]) -> None:
         seen = row.observed
         assert seen is not None
         cells = by_name[row.method][0]
-        assert cells[:3] == ["yes" if row.certified else "no", str(row.draws), str(row.calibration_draws)]
+        assert cells[:3] == [
+            "yes" if row.guarantee.certified else "no",
+            str(row.guarantee.draws),
+            str(row.guarantee.calibration_draws),
+        ]
         low, high = min(seen.coverages), max(seen.coverages)
         assert cells[4] == f"{row.coverage.mean:.3f} ± {row.coverage.std:.3f} [{low:.3f}, {high:.3f}]"
     assert best.observed is not None
@@ -92,7 +97,7 @@ def test_the_page_says_what_the_rows_say(rows: list[Row]) -> None:
 
 
 def test_without_a_certified_method_nothing_is_claimed() -> None:
-    rows = evaluate_methods(*noisy(), sigma=0.25, epsilon=0.1, methods=("cp",), splits=1, holdout=40)
+    rows = evaluate(*noisy(), sigma=0.25, epsilon=0.1, methods=("cp",), splits=1, holdout=40)
     page = evaluation_page(rows, "plain", images=N)
     assert page.guarantee == str(rows[0].guarantee)
     assert "1 random split," in page.subtitle

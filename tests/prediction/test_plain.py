@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from fractions import Fraction
@@ -16,11 +17,10 @@ from scipy import stats
 from torch import Tensor
 
 import keepcover
+from keepcover.bounds import conformal_rank, exact_level
 from keepcover.errors import InputError
-from keepcover.guarantee import conformal_rank, exact_level
 from keepcover.methods import METHODS
-from keepcover.prediction.plain import _level
-from keepcover.scores.scores import APS, HPS, RAPS, CustomScore, as_logits, hps, log_odds
+from keepcover.scores import APS, HPS, RAPS, CustomScore, as_logits, get_score, hps, log_odds
 
 patient = settings(deadline=None, derandomize=True)
 
@@ -98,11 +98,16 @@ def test_what_is_promised_is_said() -> None:
     sets = keepcover.split_conformal((CAL, LABELS), TEST, alpha=0.2, class_names=list("abcde"))
     promise = sets.guarantee
     assert (promise.method, promise.certified, promise.alpha, promise.n) == ("cp", False, 0.2, 99)
-    assert (promise.epsilon, promise.sigma, promise.draws, promise.score) == (0.0, 0.0, 1, "hps")
+    assert (promise.epsilon, promise.threat.noise, promise.draws, promise.score) == (
+        0.0,
+        keepcover.Gaussian(0.0),
+        1,
+        "hps",
+    )
     assert "that nobody has attacked" in str(promise)
     assert json.loads(json.dumps(promise.to_dict()))["alpha"] == 0.2
     assert set(sets.labels()[0]) <= set("abcde")
-    assert sets.evaluate(TRUTH).coverage.count == 60
+    assert sets.measure(TRUTH).coverage.count == 60
     assert keepcover.split_conformal((CAL, LABELS), TEST, score=None).guarantee.score == "given"
 
 
@@ -125,7 +130,7 @@ def test_they_are_the_sets_of_calibrate_and_predict(score: Any, alpha: float) ->
     """To the last label: randomised scores use the same numbers, and no two of these scores are within rounding."""
     sets = keepcover.split_conformal((CAL, LABELS), TEST, alpha=alpha, score=score, seed=7)
     assert torch.equal(sets.mask, through_a_predictor(score, alpha, 7))
-    assert sets.guarantee.score == keepcover.scores.scores.get_score(score).name
+    assert sets.guarantee.score == get_score(score).name
     assert 0 < sets.mask.double().mean() < 1
 
 
@@ -150,7 +155,7 @@ def test_certain_and_impossible_labels_have_a_rank() -> None:
     new = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.4, 0.3, 0.2, 0.1]])
     for score in ("hps", "aps", "raps"):
         mask = keepcover.split_conformal((sure, labels), new, score=score, seed=0).mask
-        assert mask[0].tolist() == [True, False, False, False] or score != "hps"
+        assert mask[0].tolist() == [True, False, False, False], score
     odds, infinite = log_odds(sure.log()), log_odds(new.log())
     assert infinite[0].tolist() == [-math.inf, math.inf, math.inf, math.inf]
     mask = keepcover.split_conformal((odds, labels), infinite, score=None).mask
@@ -227,11 +232,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "negative-label": ({"labels": LABELS - 1}, "expected labels between 0 and 4"),
     "labels": ({"labels": LABELS[:-1]}, "expected 99 labels"),
     "float-labels": ({"labels": LABELS.float()}, "integer class labels"),
-    "names-for-labels": ({"labels": ["cat"] * 99}, "labels as columns 0 to 4"),
-    "names": ({"class_names": ["a", "b"]}, "expected 5 class names, one per column, got 2"),
+    "names-for-labels": ({"labels": ["cat"] * 99}, "integer class labels, got 'cat'; number them"),
+    "names": ({"class_names": ["a", "b"]}, "expected 5 class names, one per output of the model, got 2"),
     "alpha-0": ({"alpha": 0.0}, "alpha strictly between 0 and 1"),
     "alpha-1": ({"alpha": 1.0}, "alpha strictly between 0 and 1"),
-    "alpha-nan": ({"alpha": math.nan}, "finite alpha"),
+    "alpha-nan": ({"alpha": math.nan}, "alpha strictly between 0 and 1, got nan"),
     "score": ({"score": "entropy"}, "among hps, aps, raps"),
     "nan-score": ({"score": CustomScore(lambda x: x * math.nan, "broken")}, "score 'broken' returned NaN"),
     "given-nan": ({"score": None, "known": broken(math.nan)}, "calibration scores contain NaN; a NaN has no rank"),
@@ -257,10 +262,13 @@ def test_calibration_points_come_as_a_pair() -> None:
 
 
 def test_alpha_is_one_number_as_it_was_typed() -> None:
-    assert _level(np.float32(0.1)) == _level(0.1) == _level("0.1") == 0.1
-    for wrong in (None, [0.1, 0.2], "a tenth", True):
-        with pytest.raises(InputError, match="one number for alpha"):
-            _level(wrong)
+    """Without the run-time types of these tests, which would refuse such numbers before the function sees them."""
+    untyped = inspect.unwrap(keepcover.split_conformal)
+    for typed in (0.1, np.float32(0.1), torch.tensor(0.1), "0.1"):
+        assert untyped((CAL, LABELS), TEST, alpha=typed).guarantee.alpha == 0.1
+    for wrong in (None, [0.1, 0.2], "a tenth", True, []):
+        with pytest.raises(InputError, match=r"expected one .*alpha"):
+            untyped((CAL, LABELS), TEST, alpha=wrong)
 
 
 def test_it_is_the_method_cp() -> None:

@@ -41,8 +41,7 @@ from keepcover.adapters.state import state_digest
 from keepcover.attacks import audit
 from keepcover.errors import InputError
 from keepcover.specs import load_model
-
-from .test_smoothing import nearest, toy
+from tests.toys import nearest, toy
 
 # -- scikit-learn's own checks -----------------------------------------------------------------------------------------
 

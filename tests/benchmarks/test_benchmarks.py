@@ -14,15 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from benchmarks import published, timing
+from benchmarks.material import FourScores, logits_like_a_network
+from benchmarks.run import MEASUREMENTS
+from benchmarks.table import HEAD, as_markdown, as_text, cells
+from keepcover.noise import Stream
 
-from benchmarks import published, timing  # noqa: E402
-from benchmarks.material import FourScores, logits_like_a_network  # noqa: E402
-from benchmarks.run import MEASUREMENTS  # noqa: E402
-from benchmarks.table import HEAD, as_markdown, as_text, cells  # noqa: E402
-from keepcover.noise.stream import Stream  # noqa: E402
-
+ROOT = Path(__file__).resolve().parents[2]
 # Ray starts a cluster: its own target runs it.
 ON_A_CPU = [name for name in MEASUREMENTS if name != "ray"]
 

@@ -26,8 +26,7 @@ from keepcover.noise.stream import Stream
 from keepcover.prediction.calibration import calibrate
 from keepcover.prediction.predictor import Predictor
 from keepcover.tasks.metrics import Evaluation, evaluate
-
-from .test_smoothing import nearest, toy
+from tests.toys import nearest, toy
 
 EPSILON, SIGMA = 0.15, 0.15
 CAL, HELD, TEST = toy(300, seed=1), toy(60, seed=2), toy(150, seed=3)
