@@ -256,19 +256,11 @@ def test_wrong_options_in_running_text_are_found() -> None:
     assert len(documents.command_problems("`keepcover plan --epsilon E --sigm S`")) == 1
 
 
-SPEAKING = (
-    "README.md",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-    "docs/**/*.md",
-    "examples/*.py",
-    "benchmarks/*.py",
-    "src/**/*.py",
-)
+SPEAKING = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "examples/*.py", "benchmarks/*.py")
 
 
 def test_every_install_line_names_the_checkout_and_extras_that_it_has() -> None:
-    """In pages, examples, Dockerfiles and messages. Nothing of ours is on a package index: its name there may be another's."""
+    """Nothing of ours is on a package index: its name there may be another's. Messages of the code are in tests/test_house.py."""
     files = sorted(path for pattern in SPEAKING for path in ROOT.glob(pattern))
     found = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
     assert sum(bool(documents.installs(text)) for text in found.values()) > 10
