@@ -69,6 +69,32 @@ class Audit:
         """Promises that did not hold: a finding, not noise."""
         return tuple(row for row in self.rows if row.verdict == "violated")
 
+    def summary(self, radius: float) -> list[dict[str, Any]]:
+        """One dictionary per predictor, with the worst of the attacks at one radius."""
+        made = []
+        for name in dict.fromkeys(row.name for row in self.rows):
+            mine = [row for row in self.rows if row.name == name]
+            clean = next(row for row in mine if row.attack == "none")
+            attacked = [row for row in mine if row.attack != "none" and row.radius == radius]
+            worst = min(attacked, key=lambda row: row.coverage["mean"], default=clean)
+            made.append(
+                {
+                    "name": name,
+                    "method": clean.method,
+                    "transform": clean.transform,
+                    "certified": clean.certified,
+                    "draws": clean.draws,
+                    "coverage": clean.coverage,
+                    "size": clean.size,
+                    "attack": worst.attack,
+                    "attacked_coverage": worst.coverage,
+                    "attacked_size": worst.size,
+                    "p_value": worst.p_value,
+                    "verdict": worst.verdict,
+                }
+            )
+        return made
+
     def to_dict(self) -> dict[str, Any]:
         return {"rows": [row.__dict__ for row in self.rows], "images": len(self.images), "violated": len(self.broken)}
 

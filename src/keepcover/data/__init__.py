@@ -6,16 +6,5 @@ from keepcover.data.digits import digits
 from keepcover.data.download import download
 from keepcover.data.idx import idx
 from keepcover.data.image_folder import ImageFolder, image_folder
-from keepcover.data.splits import paper_splits, random_splits
 
-__all__ = [
-    "ImageFolder",
-    "Labelled",
-    "cifar",
-    "digits",
-    "download",
-    "idx",
-    "image_folder",
-    "paper_splits",
-    "random_splits",
-]
+__all__ = ["ImageFolder", "Labelled", "cifar", "digits", "download", "idx", "image_folder"]

@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keepcover.attacks.audit import Audit, audit
-from keepcover.cli.side_by_side import summary_rows
+from keepcover.attacks import Audit, audit
 from keepcover.data import Labelled, digits
 from keepcover.engine.memory import RememberingSmoother
 from keepcover.errors import KeepcoverWarning
+from keepcover.methods import (
+    CAS, RCP1, RSCP, Auto, BinCP, Exact, ExactAsymmetric, Method, RSCPPlus, SmoothedCP, SplitCP,
+)
 from keepcover.models import SmallCNN
-from keepcover.noise.stream import Stream
+from keepcover.noise import Stream
 from keepcover.prediction.calibration import calibrate
 from keepcover.prediction.predictor import Predictor
-from keepcover.scores.transforms import PTT
-from keepcover.tasks.metrics import Evaluation
+from keepcover.scores import PTT, Reading
+from keepcover.tasks import Evaluation
 from keepcover.training import fit_under_noise
 
 ALPHA, EPSILON, SIGMA = 0.1, 0.5, 0.5
@@ -34,24 +36,24 @@ class Entry:
     """One line of the demo: a method with its budget."""
 
     name: str
-    method: str
+    method: Method
     draws: int
     sigma: float = SIGMA
 
 
 ENTRIES = (
-    Entry("vanilla CP", "cp", 1, sigma=0.0),
-    Entry("smoothed CP", "cp_smoothed", 64),
-    Entry("RSCP + PTT", "rscp", 64),
-    Entry("RSCP+ Hoeffding + PTT", "rscp_plus_hoeffding", 256),
-    Entry("RSCP+ Bernstein + PTT", "rscp_plus_bernstein", 256),
-    Entry("BinCP", "bincp", 256),
-    Entry("CAS + PTT", "cas", 256),
-    Entry("RCP1", "rcp1", 1),
-    Entry("exact, 1 draw", "exact_asymmetric", 1),
-    Entry("exact, 4 draws", "exact_asymmetric", 4),
-    Entry("exact (hull), 16 draws", "exact", 16),
-    Entry("exact, 16 draws", "auto", 16),
+    Entry("vanilla CP", SplitCP(), 1, sigma=0.0),
+    Entry("smoothed CP", SmoothedCP(), 64),
+    Entry("RSCP + PTT", RSCP(), 64),
+    Entry("RSCP+ Hoeffding + PTT", RSCPPlus("hoeffding"), 256),
+    Entry("RSCP+ Bernstein + PTT", RSCPPlus("bernstein"), 256),
+    Entry("BinCP", BinCP(), 256),
+    Entry("CAS + PTT", CAS(), 256),
+    Entry("RCP1", RCP1(), 1),
+    Entry("exact, 1 draw", ExactAsymmetric(), 1),
+    Entry("exact, 4 draws", ExactAsymmetric(), 4),
+    Entry("exact (hull), 16 draws", Exact(), 16),
+    Entry("exact, 16 draws", Auto(), 16),
 )
 
 
@@ -72,7 +74,7 @@ class DemoResult:
 
     def rows(self) -> list[dict[str, Any]]:
         """One dictionary per method: what the table prints."""
-        rows = summary_rows(self.audit, EPSILON)
+        rows = self.audit.summary(EPSILON)
         for row in rows:  # clean numbers from all test points, not only those attacked
             measured = self.clean[row["name"]]
             row.update(coverage=measured.coverage.__dict__, size=measured.size, full=measured.full)
@@ -134,13 +136,13 @@ def _run(seed: int, say: Callable[[str], None]) -> DemoResult:
                 epsilon=RADII,
                 method=entry.method,
                 draws=entry.draws,
-                holdout=None if entry.method in ("cp", "rcp1") else holdout.pair,
+                holdout=holdout.pair if entry.method.needs_holdout else None,
                 class_names=train.class_names,
                 seed=seed + 1,
             )
         predictors[entry.name] = predictor
         sets = predictor.predict_all(test.images, seed=seed + 2)
-        clean[entry.name] = sets[ALPHA, EPSILON].evaluate(test.labels)
+        clean[entry.name] = sets[ALPHA, EPSILON].measure(test.labels)
         curves[entry.name] = sorted((epsilon, float(s.size.double().mean())) for (_, epsilon), s in sets.items())
     curves = {entry.name: curves[entry.name] for entry in ENTRIES}
     predictors = {entry.name: predictors[entry.name] for entry in ENTRIES}
@@ -155,13 +157,13 @@ def _run(seed: int, say: Callable[[str], None]) -> DemoResult:
 
 
 def _noisy_accuracy(predictor: Predictor, test: Labelled, seed: int) -> float:
-    logits = predictor.smoother.logits(test.images, 4, Stream(seed, "test"))
+    logits = predictor.running.logits(test.images, 4, Stream(seed, "test"))
     return float((logits.argmax(-1) == test.labels[:, None]).double().mean())
 
 
 def _densities(predictor: Predictor, holdout: Labelled) -> tuple[Tensor, Tensor, float]:
     """Noisy true-label scores of the holdout before and after a PTT fitted on their first draws."""
-    logits = predictor.smoother.logits(holdout.images, 8, Stream(0, "holdout"))
-    scores = predictor.score(logits, 0.5).gather(2, holdout.labels[:, None, None].expand(-1, 8, 1))[..., 0]
-    ptt = PTT.fit(scores[:, 0], ALPHA)
+    logits, u = predictor.running.logits(holdout.images, 8, Stream(0, "holdout")), torch.full((len(holdout),), 0.5)
+    scores = predictor.task.items(logits, holdout.labels, Reading(False), u).draws.values
+    ptt = PTT().fit(scores[:, 0], ALPHA)
     return scores[:, 1:].flatten(), ptt(scores[:, 1:].flatten()), ALPHA

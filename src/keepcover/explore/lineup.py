@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from keepcover.engine.memory import RememberingSmoother
 from keepcover.errors import InputError, KeepcoverWarning
-from keepcover.explore.smoother import SharedSmoother
 from keepcover.explore.subject import Subject
 from keepcover.guarantee import Guarantee
 from keepcover.noise.stream import Stream
@@ -18,6 +18,7 @@ from keepcover.prediction.predictor import Predictor
 
 ALPHAS, DRAWS = (0.05, 0.1, 0.2), (1, 4, 16, 64, 256)
 STEPS, REACH = 15, 1.5  # radii from 0 to 1.5 sigma
+MEMORY = 2**28  # bytes of noisy logits kept
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,10 @@ class Lineup:
         if not self.alphas or not self.draws or self.draws[0] < 1:
             raise InputError(f"expected alphas, and draws of at least 1, got {alphas} and {draws}")
 
-    def _smoother(self, sigma: float) -> SharedSmoother:
+    def _smoother(self, sigma: float) -> RememberingSmoother:
         look = self._advance if sigma else None
-        return SharedSmoother(
-            self.subject.model, sigma, lock=self.lock, look=look, progress=False, **self.subject.options
+        return RememberingSmoother(
+            self.subject.model, sigma, lock=self.lock, memory=MEMORY, look=look, progress=False, **self.subject.options
         )
 
     def _around(
@@ -188,5 +189,5 @@ class Lineup:
             if self.watch:
                 self.watch()
 
-    def smoother(self, noisy: bool) -> SharedSmoother:
+    def smoother(self, noisy: bool) -> RememberingSmoother:
         return self._noisy if noisy else self._clean

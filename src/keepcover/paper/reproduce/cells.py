@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from keepcover.evaluation.splits import Request
+from keepcover.evaluation import Entry
+from keepcover.methods import get_method
+from keepcover.scores import PTT
+from keepcover.tasks import Classification
 
 CALIBRATION_DRAWS = 64  # of the exact certificates with few draws per query
 
 
 @dataclass(frozen=True)
-class Source:
+class Origin:
     """A network under noise on a dataset: its noisy outputs are all that a table needs.
 
     Attributes:
@@ -35,6 +38,16 @@ class Source:
         return f"{self.dataset}-{network}-sigma{self.trained or self.sigma:g}"
 
 
+def head_name(base: str, kind: str, epsilon: float) -> str:
+    """The file name of a head without its suffix; ConfTr knows no epsilon.
+
+    Example:
+        >>> head_name("cifar10-resnet110-sigma0.25", "rct", 0.125)
+        'cifar10-resnet110-sigma0.25-rct-epsilon0.125'
+    """
+    return f"{base}-conftr" if kind == "conftr" else f"{base}-{kind}-epsilon{epsilon:g}"
+
+
 @dataclass(frozen=True)
 class Printed:
     """What the paper prints; None where it prints nothing."""
@@ -47,19 +60,18 @@ class Printed:
 
 @dataclass(frozen=True)
 class Cell:
-    """One entry of a table: its place, how to compute it, what was printed there."""
+    """One place of a table: how to compute it, and what was printed there."""
 
     row: str
     column: str
-    source: Source
-    score: str
-    request: Request
+    origin: Origin
+    entry: Entry
     attacked: bool = False
     paper: Printed = Printed()
     beyond: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        return {"row": self.row, "column": self.column, "head": self.source.head, "beyond": self.beyond}
+        return {"row": self.row, "column": self.column, "head": self.origin.head, "beyond": self.beyond}
 
 
 @dataclass(frozen=True)
@@ -74,34 +86,47 @@ class Table:
 
     @property
     def datasets(self) -> set[str]:
-        return {cell.source.dataset for cell in self.cells}
+        return {cell.origin.dataset for cell in self.cells}
 
     @property
     def rows(self) -> list[str]:
         return list(dict.fromkeys(cell.row for cell in self.cells))
 
-    @property
-    def columns(self) -> list[str]:
-        return list(dict.fromkeys(cell.column for cell in self.cells))
+
+def entry(
+    method: str,
+    epsilon: float,
+    score: str,
+    draws: int,
+    transform: PTT | None = None,
+    calibration_draws: int | None = None,
+) -> Entry:
+    """A method as the paper runs it: without a transform unless one is given, which methods that only compare ignore.
+
+    Example:
+        >>> entry("rscp", 0.125, "aps", 256, PTT(T=1 / 100)).method
+        RSCP(transform=PTT(T=0.01))
+    """
+    known = get_method(method)
+    chosen = known if known.compares_only else get_method(known, transform=transform)
+    return Entry(chosen, epsilon, draws, calibration_draws, task=Classification(score))
 
 
 def beyond(
-    column: str, source: Source, score: str, epsilon: float, attacked: bool = False, draws: int = 256
+    column: str, origin: Origin, score: str, epsilon: float, attacked: bool = False, draws: int = 256
 ) -> list[Cell]:
     """What goes beyond the paper, in the same column: the exact certificates from one draw on, and other published ones."""
-    few: dict[str, Any] = {"calibration_draws": min(CALIBRATION_DRAWS, draws)}
-    requests = {
-        **{
-            f"exact, {n} draw{'s' if n > 1 else ''}": Request("exact_asymmetric", epsilon, draws=n, **few)
-            for n in (1, 4, 16)
-        },
-        **{f"exact, {n} draws": Request("exact", epsilon, draws=n) for n in (64, 256)},
-        "RCP1, 1 draw": Request("rcp1", epsilon, draws=1),
-        "BinCP, 256 draws": Request("bincp", epsilon, draws=256),
-        "CAS, 256 draws": Request("cas", epsilon, draws=256),
+    few = min(CALIBRATION_DRAWS, draws)
+    every = {
+        f"exact, {n} draw{'s' if n > 1 else ''}": entry("exact_asymmetric", epsilon, score, n, calibration_draws=few)
+        for n in (1, 4, 16)
+    }
+    every |= {f"exact, {n} draws": entry("exact", epsilon, score, n) for n in (64, 256)}
+    every |= {
+        "RCP1, 1 draw": entry("rcp1", epsilon, score, 1),
+        "BinCP, 256 draws": entry("bincp", epsilon, score, 256),
+        "CAS, 256 draws": entry("cas", epsilon, score, 256),
     }
     return [
-        Cell(row, column, source, score, request, attacked, beyond=True)
-        for row, request in requests.items()
-        if (request.draws or 1) <= draws
+        Cell(row, column, origin, one, attacked, beyond=True) for row, one in every.items() if (one.draws or 1) <= draws
     ]

@@ -10,18 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepcover.bounds.bounds import gaussian_shift
-from keepcover.data.splits import random_splits
-from keepcover.guarantee import conformal_quantile
+from keepcover.bounds import conformal_quantile
+from keepcover.evaluation.random_splits import random_splits
+from keepcover.noise import Gaussian, Threat
 from keepcover.pages.plots import CERTIFIED, COLORS, MARKERS, SOFT, VANILLA, subplots
 from keepcover.paper import closed_figures, closed_form
-from keepcover.paper.reproduce.cells import Source
+from keepcover.paper.reproduce.cells import Origin
 from keepcover.paper.reproduce.material import Material
-from keepcover.scores.scores import get_score
-from keepcover.scores.transforms import PTT
+from keepcover.scores import PTT, get_score
 
 Rows = list[dict[str, Any]]
-SOURCE, EPSILON, ALPHA, DRAWS = Source("cifar10", 0.25), 0.125, 0.1, 256
+ORIGIN, EPSILON, ALPHA, DRAWS = Origin("cifar10", 0.25), 0.125, 0.1, 256
 LABELS = {"none": "plain score", "ptt": "after PTT"}
 
 
@@ -40,19 +39,19 @@ class Figure:
 
 def smoothed(material: Material, score: str, transform: str) -> Tensor:
     """Smoothed scores [n, K] of the rest without the holdout, on the scale on which an attack moves them."""
-    logits, labels = material.logits(SOURCE, DRAWS), material.dataset(SOURCE.dataset).labels
+    logits, labels = material.logits(ORIGIN, DRAWS), material.dataset(ORIGIN.dataset).labels
     u = torch.rand(len(logits), 1, generator=torch.Generator().manual_seed(material.seed)).to(logits.device)
     values = get_score(score).order(logits, u) if transform == "ptt" else get_score(score)(logits, u)
     if transform == "ptt":
         held = next(random_splits(len(logits), 1, material.holdout, material.seed)).holdout
-        ptt = PTT.fit(values[held, 0, labels[held]], ALPHA)
+        ptt = PTT().fit(values[held, 0, labels[held]], ALPHA)
         values = ptt(values)
     return values.mean(dim=1, dtype=torch.float64).cpu()
 
 
 def inverse_cdf(material: Material) -> Rows:
     """Quantiles of the smoothed score of the true label: the steeper at 1 - alpha, the less an attack costs."""
-    labels = material.dataset(SOURCE.dataset).labels
+    labels = material.dataset(ORIGIN.dataset).labels
     levels = torch.linspace(0.005, 0.995, 199, dtype=torch.float64)
     rows: Rows = []
     for score in ("aps", "hps"):
@@ -73,14 +72,14 @@ def inverse_cdf(material: Material) -> Rows:
 
 def densities(material: Material) -> Rows:
     """Histograms of the smoothed scores of all labels with the threshold before and after its inflation, RSCP with HPS."""
-    labels, rows = material.dataset(SOURCE.dataset).labels, []
+    labels, rows = material.dataset(ORIGIN.dataset).labels, []
     split = next(random_splits(len(labels), 1, material.holdout, material.seed))
     for transform in LABELS:
         values = smoothed(material, "hps", transform)
         own = values.gather(1, labels[:, None])[:, 0]
-        points = split.calibration if transform == "ptt" else split.more
+        points = split.calibration if transform == "ptt" else split.calibration_with_holdout
         tau = min(conformal_quantile(own[points], ALPHA), 1.0)
-        inflated = float(gaussian_shift(tau, EPSILON / SOURCE.sigma))
+        inflated = float(Threat(Gaussian(ORIGIN.sigma), EPSILON).up(tau))
         test = values[split.test]
         shown = torch.special.ndtri(test.clamp(1e-9, 1 - 1e-9)).flatten().clamp(-4, 4)
         counts = torch.histc(shown, bins=80, min=-4, max=4) / len(test)
@@ -106,7 +105,7 @@ def _normal(score: float) -> float:
 def overhead(material: Material) -> Rows:
     """Seconds per image for scores with and without PTT, by size of the holdout, and for the network itself."""
     count, device = (500 if material.device != "cpu" else 40), torch.device(material.device)
-    logits = material.logits(SOURCE, DRAWS)[:count]
+    logits = material.logits(ORIGIN, DRAWS)[:count]
     u = torch.rand(len(logits), 1, generator=torch.Generator().manual_seed(0)).to(device)
     score = get_score("hps")
 
@@ -124,7 +123,7 @@ def overhead(material: Material) -> Rows:
 
     rows: Rows = [{"what": "scores", "holdout": 0, "seconds_per_image": seconds(lambda: score(logits, u).mean(dim=1))}]
     for holdout in (125, 250, 500, 1000, 2000, 4000, 8000):
-        ptt = PTT.fit(torch.randn(holdout, generator=torch.Generator().manual_seed(1)).to(device))
+        ptt = PTT().fit(torch.randn(holdout, generator=torch.Generator().manual_seed(1)).to(device))
         rows.append(
             {
                 "what": "scores with PTT",
@@ -132,8 +131,8 @@ def overhead(material: Material) -> Rows:
                 "seconds_per_image": seconds(lambda ptt=ptt: ptt(score.order(logits, u)).mean(dim=1)),
             }
         )
-    smoother = material.smoother(material.model(SOURCE), SOURCE.sigma, compile=False)
-    few = material.dataset(SOURCE.dataset).images[: 8 if device.type == "cpu" else count].to(device)
+    smoother = material.smoother(material.model(ORIGIN), ORIGIN.sigma, compile=False)
+    few = material.dataset(ORIGIN.dataset).images[: 8 if device.type == "cpu" else count].to(device)
     noisy = few.repeat_interleave(DRAWS if device.type == "cuda" else 8, dim=0)
     with torch.inference_mode():
         took = seconds(lambda: [smoother._run(part) for part in noisy.split(16000)]) * count

@@ -14,16 +14,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from keepcover.attacks.attacks import NoisyModel, pgd
+from keepcover.attacks import NoisyModel, pgd
 from keepcover.data import ImageFolder, Labelled, cifar, image_folder
-from keepcover.data.splits import random_splits
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError
-from keepcover.evaluation.splits import Attacked
+from keepcover.evaluation import Attacked, InMemory, Network, Source
+from keepcover.evaluation.random_splits import random_splits
 from keepcover.models import CifarResNet, ResNet50, backbone, find_weights, last_linear, load_head, load_weights
-from keepcover.noise.stream import Stream
-from keepcover.paper.reproduce.cells import Source
-from keepcover.paper.train_heads import head_name
+from keepcover.noise import Stream, get_noise
+from keepcover.paper.reproduce.cells import Origin, head_name
 from keepcover.store import LogitStore, StoreKey
 
 DATASETS = ("cifar10", "cifar100")
@@ -62,9 +61,9 @@ class Material:
     used: dict[str, str] = field(default_factory=dict)
     _datasets: dict[str, Labelled] = field(default_factory=dict)
     _stores: dict[str, LogitStore] = field(default_factory=dict)
-    _features: OrderedDict[Source, Tensor] = field(default_factory=OrderedDict)
-    _logits: dict[Source, Tensor] = field(default_factory=dict)
-    _attacks: dict[tuple[Source, float, int], Attacked] = field(default_factory=dict)
+    _features: OrderedDict[Origin, Tensor] = field(default_factory=OrderedDict)
+    _logits: dict[Origin, Tensor] = field(default_factory=dict)
+    _attacks: dict[tuple[Origin, float, int], Attacked] = field(default_factory=dict)
 
     def dataset(self, name: str) -> Labelled:
         """The test images, the first ``images`` of them."""
@@ -111,15 +110,15 @@ class Material:
                 self.find(name)
         return used.items() <= self.used.items()
 
-    def model(self, source: Source) -> nn.Module:
-        """The network of a source with its head, in eval mode on the device."""
-        if source.dataset == "imagenet":
-            model = load_weights(ResNet50(), self.find(source.weights))
+    def model(self, origin: Origin) -> nn.Module:
+        """The network of an origin with its head, in eval mode on the device."""
+        if origin.dataset == "imagenet":
+            model = load_weights(ResNet50(), self.find(origin.weights))
         else:
-            classes = len(self.dataset(source.dataset).class_names)
-            model = load_weights(CifarResNet(self.depth, classes), self.find(source.weights))
-        if source.head != "base":
-            load_head(model, self.find(head_name(source.weights, source.head, source.epsilon)))
+            classes = len(self.dataset(origin.dataset).class_names)
+            model = load_weights(CifarResNet(self.depth, classes), self.find(origin.weights))
+        if origin.head != "base":
+            load_head(model, self.find(head_name(origin.weights, origin.head, origin.epsilon)))
         return model.to(self.device).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
 
     @property
@@ -137,15 +136,15 @@ class Material:
             batch_size=16000 if self._half else None,
         )
 
-    def features(self, source: Source, draws: int) -> Tensor:
-        """Noisy features [n, draws, d] of the source's backbone, float16: from the store, computed where it lacks them."""
-        body = replace(source, head="base", epsilon=0.0)
+    def features(self, origin: Origin, draws: int) -> Tensor:
+        """Noisy features [n, draws, d] of its backbone, float16: from the store, computed where it lacks them."""
+        body = replace(origin, head="base", epsilon=0.0)
         known = self._features.get(body)
         if known is None or known.shape[1] < draws:
-            data = self.dataset(source.dataset)
+            data = self.dataset(origin.dataset)
             # Features have no classes: the labels stay with the dataset.
             images = (data.images, torch.zeros(len(data), dtype=torch.int64))
-            smoother = self.smoother(backbone(self.model(body)), source.sigma, self.compile)
+            smoother = self.smoother(backbone(self.model(body)), origin.sigma, self.compile)
             key = StoreKey.of(smoother, images, self.seed)
             if key.folder not in self._stores:  # kept: a store that is open knows which of its files it has checked
                 self._stores[key.folder] = LogitStore.open(
@@ -153,18 +152,18 @@ class Material:
                 )
             store = self._stores[key.folder]
             store.fill(smoother, images, draws)
-            while len(self._features) >= 2:  # the runner goes source by source
+            while len(self._features) >= 2:  # the runner goes origin by origin
                 self._features.popitem(last=False)
             self._features[body] = known = store.read(draws=draws)
         return known[:, :draws]
 
-    def logits(self, source: Source, draws: int) -> Tensor:
+    def logits(self, origin: Origin, draws: int) -> Tensor:
         """Noisy logits [n, draws, K], float32, where the evaluation will run."""
-        if source in self._logits and self._logits[source].shape[1] >= draws:
-            return self._logits[source][:, :draws]
-        self._logits.clear()  # they are large, and the runner goes source by source
-        _, head = last_linear(self.model(source))
-        features = self.features(source, draws)
+        if origin in self._logits and self._logits[origin].shape[1] >= draws:
+            return self._logits[origin][:, :draws]
+        self._logits.clear()  # they are large, and the runner goes origin by origin
+        _, head = last_linear(self.model(origin))
+        features = self.features(origin, draws)
         where = torch.device(self.device)
         out = torch.empty(*features.shape[:2], head.out_features, device=where)
         step = max(1, (2**24 if where.type == "cuda" else 2**16) // draws)  # a CPU works best in its cache
@@ -172,7 +171,7 @@ class Material:
             for at in range(0, len(out), step):
                 part = slice(at, at + step)
                 out[part] = head(features[part].to(where).float())
-        self._logits[source] = out
+        self._logits[origin] = out
         return out
 
     def victims(self, count: int) -> Tensor:
@@ -182,25 +181,34 @@ class Material:
         order = torch.randperm(len(rest), generator=torch.Generator().manual_seed(self.seed))
         return rest[order][: self.attack_images].sort().values
 
-    def attack(self, source: Source, images: Tensor, labels: Tensor, ids: Tensor, epsilon: float) -> Tensor:
-        """SmoothAdv (plain PGD at sigma 0), with noise of the attacker's own."""
-        noisy = NoisyModel(
-            self.model(source), source.sigma, self.attack_draws, Stream(self.seed + 1, "attack"), self._half
-        )
+    def attack(self, origin: Origin, images: Tensor, labels: Tensor, ids: Tensor, epsilon: float) -> Tensor:
+        """SmoothAdv (plain PGD without noise), with noise of the attacker's own."""
+        stream = Stream(self.seed + 1, "attack")
+        noisy = NoisyModel(self.model(origin), origin.sigma, self.attack_draws, stream, self._half)
         return pgd(noisy, images, labels, epsilon, steps=self.attack_steps, ids=ids, progress=self.progress)
 
-    def attacked(self, source: Source, epsilon: float, draws: int) -> Attacked:
-        """Noisy logits of attacked test images."""
-        if (source, epsilon, draws) not in self._attacks:
-            data = self.dataset(source.dataset)
-            chosen = self.victims(len(data))
-            model, moved = self.model(source), self.attack(source, *data[chosen].pair, chosen, epsilon)
-            _, head = last_linear(model)
-            smoother = self.smoother(backbone(model), source.sigma, self.compile)
-            # Through float16 features and the same head, as the clean logits go through the store.
-            with torch.inference_mode():
-                logits = smoother.reduce(
-                    moved, draws, Stream(self.seed, "test"), lambda _, features: head(features.half().float()), chosen
-                )
-            self._attacks[source, epsilon, draws] = Attacked("SmoothAdv", chosen, logits)
-        return self._attacks[source, epsilon, draws]
+    def noisy(self, origin: Origin, draws: int) -> Source:
+        """Noisy outputs of the test images: CIFAR's in memory, ImageNet's from the network as they are asked for."""
+        if origin.dataset == "imagenet":
+            smoother = self.smoother(self.model(origin), origin.sigma, self.compile)
+            return Network(smoother, self.imagenet(), draws, Stream(self.seed, "test"))
+        return InMemory(self.logits(origin, draws), self.dataset(origin.dataset).labels, get_noise(origin.sigma))
+
+    def attacked(self, origin: Origin, epsilon: float, draws: int) -> Attacked:
+        """Noisy outputs of attacked test images."""
+        if (origin, epsilon, draws) not in self._attacks:
+            data = self.imagenet() if origin.dataset == "imagenet" else self.dataset(origin.dataset)
+            chosen, stream = self.victims(len(data)), Stream(self.seed, "test")
+            some = data.subset(chosen).load(progress=self.progress) if isinstance(data, ImageFolder) else data[chosen]
+            moved, model = self.attack(origin, *some.pair, chosen, epsilon), self.model(origin)
+            if isinstance(data, ImageFolder):
+                smoother = self.smoother(model, origin.sigma, self.compile)
+                found = Network(smoother, moved, draws, stream, chosen)
+            else:  # through float16 features and the same head, as the clean outputs go through the store
+                _, head = last_linear(model)
+                smoother = self.smoother(backbone(model), origin.sigma, self.compile)
+                with torch.inference_mode():
+                    outputs = smoother.reduce(moved, draws, stream, lambda _, f: head(f.half().float()), chosen)
+                found = InMemory(outputs, some.labels, smoother.noise)
+            self._attacks[origin, epsilon, draws] = Attacked("SmoothAdv", chosen, found)
+        return self._attacks[origin, epsilon, draws]

@@ -7,18 +7,20 @@ caption or the text around the table does: Hoeffding unless said otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from keepcover.evaluation.splits import Request
-from keepcover.paper.reproduce.cells import Cell, Printed, Source, Table, beyond
+from keepcover.paper.reproduce.cells import Cell, Origin, Printed, Table, beyond, entry
+from keepcover.scores import PTT
 
 HOEFFDING, BERNSTEIN, RSCP = "rscp_plus_hoeffding", "rscp_plus_bernstein", "rscp"
 N = 256
+STEEP = PTT()  # the paper's transform
 NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet": "ImageNet"}
 
 
 def _training_rows(
     method: str,
-    source: Source,
+    origin: Origin,
     column: str,
     score: str,
     epsilon: float,
@@ -26,10 +28,10 @@ def _training_rows(
     printed: tuple[Printed, Printed, Printed],
 ) -> Iterator[Cell]:
     """The paper's three rows: nothing, PTT, PTT + RCT."""
-    rct = Source(source.dataset, source.sigma, "rct", epsilon)
-    kinds = (("Baseline", source, "none"), ("PTT", source, "ptt"), ("PTT + RCT", rct, "ptt"))
+    rct = Origin(origin.dataset, origin.sigma, "rct", epsilon)
+    kinds = (("Baseline", origin, None), ("PTT", origin, STEEP), ("PTT + RCT", rct, STEEP))
     for (row, where, transform), paper in zip(kinds, printed, strict=True):
-        yield Cell(row, column, where, score, Request(method, epsilon, transform, N), attacked, paper)
+        yield Cell(row, column, where, entry(method, epsilon, score, N, transform), attacked, paper)
 
 
 def _table1() -> Table:
@@ -42,11 +44,11 @@ def _table1() -> Table:
     }
     cells: list[Cell] = []
     for (dataset, score), (ptt, rct) in printed.items():
-        source, column = Source(dataset, 0.25), f"{NAMES[dataset]} {score.upper()}"
+        origin, column = Origin(dataset, 0.25), f"{NAMES[dataset]} {score.upper()}"
         paper = (Printed(full[dataset]), ptt, rct)
-        cells += _training_rows(HOEFFDING, source, column, score, 0.125, False, paper)
-        cells.append(Cell("PTT, Bernstein", column, source, score, Request(BERNSTEIN, 0.125, "ptt", N), beyond=True))
-        cells += beyond(column, source, score, 0.125)
+        cells += _training_rows(HOEFFDING, origin, column, score, 0.125, False, paper)
+        cells.append(Cell("PTT, Bernstein", column, origin, entry(BERNSTEIN, 0.125, score, N, STEEP), beyond=True))
+        cells += beyond(column, origin, score, 0.125)
     return Table(
         "table1",
         "Average set size of RSCP+ (Hoeffding), epsilon 0.125, sigma 0.25",
@@ -57,7 +59,7 @@ def _table1() -> Table:
 
 
 def _table2() -> Table:
-    source, cells = Source("imagenet", 0.5), []
+    origin, cells = Origin("imagenet", 0.5), []
     printed = {
         "hps": (Printed(1000.0), Printed(1000.0, 0.0), Printed(59.12, 135.87)),
         "aps": (Printed(1000.0), Printed(94.66, 130.97), Printed(70.87, 3.69)),
@@ -65,10 +67,10 @@ def _table2() -> Table:
     for score, (base, ptt, bernstein) in printed.items():
         column = score.upper()
         cells += [
-            Cell("Baseline", column, source, score, Request(HOEFFDING, 0.25, "none", N), paper=base),
-            Cell("PTT", column, source, score, Request(HOEFFDING, 0.25, "ptt", N), paper=ptt),
-            Cell("PTT + Bernstein", column, source, score, Request(BERNSTEIN, 0.25, "ptt", N), paper=bernstein),
-            *beyond(column, source, score, 0.25),
+            Cell("Baseline", column, origin, entry(HOEFFDING, 0.25, score, N), paper=base),
+            Cell("PTT", column, origin, entry(HOEFFDING, 0.25, score, N, STEEP), paper=ptt),
+            Cell("PTT + Bernstein", column, origin, entry(BERNSTEIN, 0.25, score, N, STEEP), paper=bernstein),
+            *beyond(column, origin, score, 0.25),
         ]
     return Table(
         "table2",
@@ -79,22 +81,17 @@ def _table2() -> Table:
 
 
 def _table3() -> Table:
-    source = Source("cifar10", 0.25)
+    origin = Origin("cifar10", 0.25)
     printed = {256: 2.294, 512: 2.094, 1024: 1.954, 2048: 1.867, 4096: 1.816}
     cells = [
         Cell(
-            "PTT, Hoeffding",
-            f"N = {draws}",
-            source,
-            "hps",
-            Request(HOEFFDING, 0.125, "ptt", draws),
-            paper=Printed(size),
+            "PTT, Hoeffding", f"N = {draws}", origin, entry(HOEFFDING, 0.125, "hps", draws, STEEP), paper=Printed(size)
         )
         for draws, size in printed.items()
     ]
     cells += [
-        Cell(row, f"N = {draws}", source, "hps", Request(method, 0.125, transform, draws), beyond=True)
-        for row, method, transform in (("PTT, Bernstein", BERNSTEIN, "ptt"), ("exact", "exact", "none"))
+        Cell(row, f"N = {draws}", origin, entry(method, 0.125, "hps", draws, transform), beyond=True)
+        for row, method, transform in (("PTT, Bernstein", BERNSTEIN, STEEP), ("exact", "exact", None))
         for draws in printed
     ]
     return Table(
@@ -109,20 +106,19 @@ def _table3_more() -> list[Table]:
     }
     tables = []
     for dataset, (method, sigma, epsilon, printed) in rows.items():
-        source, bound = Source(dataset, sigma), "Hoeffding" if method == HOEFFDING else "Bernstein"
+        origin, bound = Origin(dataset, sigma), "Hoeffding" if method == HOEFFDING else "Bernstein"
         cells = [
             Cell(
                 f"PTT, {bound}",
                 f"N = {draws}",
-                source,
-                "hps",
-                Request(method, epsilon, "ptt", draws),
+                origin,
+                entry(method, epsilon, "hps", draws, STEEP),
                 paper=Printed(size),
             )
             for draws, size in printed.items()
         ]
         cells += [
-            Cell("exact", f"N = {draws}", source, "hps", Request("exact", epsilon, draws=draws), beyond=True)
+            Cell("exact", f"N = {draws}", origin, entry("exact", epsilon, "hps", draws), beyond=True)
             for draws in printed
         ]
         tables.append(
@@ -143,12 +139,12 @@ def _holdout_added() -> list[Table]:
         ("cifar100", 0.25, 0.125, 100.0),
         ("imagenet", 0.5, 0.25, 1000.0),
     ):
-        source = Source(dataset, sigma)
+        origin = Origin(dataset, sigma)
         cells = [
-            Cell("Baseline", score.upper(), source, score, Request(HOEFFDING, epsilon, "none", N), paper=Printed(full))
+            Cell("Baseline", score.upper(), origin, entry(HOEFFDING, epsilon, score, N), paper=Printed(full))
             for score in ("hps", "aps")
         ]
-        cells += beyond("HPS", source, "hps", epsilon)
+        cells += beyond("HPS", origin, "hps", epsilon)
         tables.append(
             Table(
                 f"holdout-{dataset}",
@@ -162,20 +158,19 @@ def _holdout_added() -> list[Table]:
 
 
 def _conservativeness() -> Table:
-    source, cells = Source("cifar10", 0.25), []
-    for row, transform, robust, vanilla in (("Baseline", "none", 2.108, 1.482), ("PTT", "ptt", 1.779, 1.468)):
+    origin, cells = Origin("cifar10", 0.25), []
+    for row, transform, robust, vanilla in (("Baseline", None, 2.108, 1.482), ("PTT", STEEP, 1.779, 1.468)):
         cells += [
-            Cell(row, "RSCP", source, "hps", Request(RSCP, 0.125, transform, N), paper=Printed(robust)),
+            Cell(row, "RSCP", origin, entry(RSCP, 0.125, "hps", N, transform), paper=Printed(robust)),
             Cell(
                 row,
                 "before inflation",
-                source,
-                "hps",
-                Request("cp_smoothed", 0.125, transform, N),
+                origin,
+                entry("cp_smoothed", 0.125, "hps", N, transform),
                 paper=Printed(vanilla),
             ),
         ]
-    cells += beyond("RSCP", source, "hps", 0.125)
+    cells += beyond("RSCP", origin, "hps", 0.125)
     return Table(
         "conservativeness",
         "How much of a set is the price of robustness, CIFAR-10, HPS, epsilon 0.125, sigma 0.25",
@@ -200,10 +195,10 @@ def _smoothadv() -> list[Table]:
     for dataset, scores in printed.items():
         cells: list[Cell] = []
         for score, (base, ptt, rct) in scores.items():
-            source, column = Source(dataset, 0.25), score.upper()
+            origin, column = Origin(dataset, 0.25), score.upper()
             paper = (Printed(*base), Printed(*ptt), Printed(*rct))
-            cells += _training_rows(RSCP, source, column, score, 0.125, True, paper)
-            cells += beyond(column, source, score, 0.125, attacked=True)
+            cells += _training_rows(RSCP, origin, column, score, 0.125, True, paper)
+            cells += beyond(column, origin, score, 0.125, attacked=True)
         tables.append(
             Table(
                 f"smoothadv-{dataset}",
@@ -217,12 +212,12 @@ def _smoothadv() -> list[Table]:
         "aps": ((51.72, 0.819, 0.9536, 0.0014), (30.20, 0.609, 0.9117, 0.0019)),
         "hps": ((16.64, 0.387, 0.9412, 0.0021), (8.52, 0.175, 0.9053, 0.0023)),
     }
-    source, cells = Source("imagenet", 0.5), []
+    origin, cells = Origin("imagenet", 0.5), []
     for score, (base, ptt) in inet.items():
-        for row, transform, paper in (("Baseline", "none", base), ("PTT", "ptt", ptt)):
-            request = Request(RSCP, 0.25, transform, N)
-            cells.append(Cell(row, score.upper(), source, score, request, True, Printed(*paper)))
-        cells += beyond(score.upper(), source, score, 0.25, attacked=True)
+        for row, transform, paper in (("Baseline", None, base), ("PTT", STEEP, ptt)):
+            rscp = entry(RSCP, 0.25, score, N, transform)
+            cells.append(Cell(row, score.upper(), origin, rscp, True, Printed(*paper)))
+        cells += beyond(score.upper(), origin, score, 0.25, attacked=True)
     tables.append(
         Table(
             "smoothadv-imagenet",
@@ -251,12 +246,12 @@ def _epsilon_and_sigma() -> list[Table]:
     for name, what, printed in (("epsilon", "epsilon", by_epsilon), ("sigma", "sigma", by_sigma)):
         cells: list[Cell] = []
         for (sigma, epsilon), (plain, plus) in printed.items():
-            source, value = Source("cifar10", sigma), epsilon if name == "epsilon" else sigma
+            origin, value = Origin("cifar10", sigma), epsilon if name == "epsilon" else sigma
             for method, label, numbers in ((RSCP, "RSCP", plain), (BERNSTEIN, "RSCP+", plus)):
                 paper = (Printed(numbers[0]), Printed(numbers[1]), Printed(numbers[2]))
                 column = f"{label}, {name} {value:g}"
-                cells += _training_rows(method, source, column, "hps", epsilon, False, paper)
-            cells += beyond(f"RSCP+, {name} {value:g}", source, "hps", epsilon)
+                cells += _training_rows(method, origin, column, "hps", epsilon, False, paper)
+            cells += beyond(f"RSCP+, {name} {value:g}", origin, "hps", epsilon)
         tables.append(
             Table(
                 name,
@@ -274,18 +269,16 @@ def _ablation() -> Table:
         "aps": ((2.751, 0.9568), (3.509, 0.9021), (2.269, 0.9315)),
         "hps": ((2.108, 0.9354), (3.501, 0.9039), (1.929, 0.9125)),
     }
-    base, cells = Source("cifar10", 0.25), []
-    conftr, rct = Source("cifar10", 0.25, "conftr"), Source("cifar10", 0.25, "rct", 0.125)
+    base, cells = Origin("cifar10", 0.25), []
+    conftr, rct = Origin("cifar10", 0.25, "conftr"), Origin("cifar10", 0.25, "rct", 0.125)
     for score, numbers in printed.items():
-        for (row, source), (size, coverage) in zip(
+        rscp = entry(RSCP, 0.125, score, N)
+        for (row, origin), (size, coverage) in zip(
             (("Baseline", base), ("ConfTr", conftr), ("RCT", rct)), numbers, strict=True
         ):
-            paper = Printed(size, coverage=coverage)
-            request = Request(RSCP, 0.125, "none", N)
-            cells.append(Cell(row, score.upper(), source, score, request, True, paper))
-        matched = Source("cifar10", 0.25, "exact", 0.125)
-        request = Request(RSCP, 0.125, "none", N)
-        cells.append(Cell("exact-matched", score.upper(), matched, score, request, True, beyond=True))
+            cells.append(Cell(row, score.upper(), origin, rscp, True, Printed(size, coverage=coverage)))
+        matched = Origin("cifar10", 0.25, "exact", 0.125)
+        cells.append(Cell("exact-matched", score.upper(), matched, rscp, True, beyond=True))
         cells += beyond(score.upper(), base, score, 0.125, attacked=True)
     return Table(
         "ablation",
@@ -297,15 +290,12 @@ def _ablation() -> Table:
 
 
 def _temperature() -> Table:
-    source, cells = Source("cifar10", 0.25), []
+    origin, cells = Origin("cifar10", 0.25), []
     for inverse in (10, 25, 50, 100, 200, 400, 800, 1600, 3200):
         for row, method in (("RSCP", RSCP), ("RSCP+, Hoeffding", HOEFFDING), ("RSCP+, Bernstein", BERNSTEIN)):
-            request = Request(method, 0.125, "ptt", N, T=1 / inverse)
-            cells.append(Cell(row, f"T = 1/{inverse}", source, "hps", request, beyond=method == BERNSTEIN))
-    cells += [
-        Cell(cell.row, "no PTT", cell.source, cell.score, cell.request, beyond=True)
-        for cell in beyond("", source, "hps", 0.125)
-    ]
+            one = entry(method, 0.125, "hps", N, PTT(1 / inverse))
+            cells.append(Cell(row, f"T = 1/{inverse}", origin, one, beyond=method == BERNSTEIN))
+    cells += beyond("no PTT", origin, "hps", 0.125)
     return Table(
         "temperature",
         "Average size and PTT's temperature, CIFAR-10, HPS, epsilon 0.125, sigma 0.25",
@@ -315,13 +305,13 @@ def _temperature() -> Table:
 
 
 def _motivation() -> Table:
-    plain, base = Source("cifar10", 0.0, trained=0.25), Source("cifar10", 0.25)
-    rct, cells = Source("cifar10", 0.25, "rct", 0.125), []
+    plain, base = Origin("cifar10", 0.0, trained=0.25), Origin("cifar10", 0.25)
+    rct, cells = Origin("cifar10", 0.25, "rct", 0.125), []
     for column, attacked in (("clean", False), ("attacked", True)):
         cells += [
-            Cell("Vanilla CP", column, plain, "aps", Request("cp", 0.125, draws=1), attacked),
-            Cell("RSCP", column, base, "aps", Request(RSCP, 0.125, "none", N), attacked),
-            Cell("RSCP, PTT + RCT", column, rct, "aps", Request(RSCP, 0.125, "ptt", N), attacked),
+            Cell("Vanilla CP", column, plain, entry("cp", 0.125, "aps", 1), attacked),
+            Cell("RSCP", column, base, entry(RSCP, 0.125, "aps", N), attacked),
+            Cell("RSCP, PTT + RCT", column, rct, entry(RSCP, 0.125, "aps", N, STEEP), attacked),
             *beyond(column, base, "aps", 0.125, attacked),
         ]
     return Table(
@@ -344,19 +334,19 @@ def _heads() -> list[Table]:
         cells = []
         for sigma, epsilon in settings:
             for row, head in (("base", "base"), ("ConfTr", "conftr"), ("RCT", "rct"), ("exact-matched", "exact")):
-                source = Source(dataset, sigma, head, epsilon if head in ("rct", "exact") else 0.0)
-                for cell in beyond("", source, "hps", epsilon):
+                origin = Origin(dataset, sigma, head, epsilon if head in ("rct", "exact") else 0.0)
+                for cell in beyond("", origin, "hps", epsilon):
                     if cell.row.startswith("exact"):
                         place = f"{cell.row}, sigma {sigma:g}, epsilon {epsilon:g}"
-                        cells.append(Cell(row, place, source, "hps", cell.request, beyond=True))
+                        cells.append(replace(cell, row=row, column=place))
                 for label, method, transform in (
-                    ("RSCP", RSCP, "none"),
-                    ("RSCP PTT", RSCP, "ptt"),
-                    ("RSCP+ PTT", HOEFFDING, "ptt"),
-                    ("RSCP+ PTT Bernstein", BERNSTEIN, "ptt"),
+                    ("RSCP", RSCP, None),
+                    ("RSCP PTT", RSCP, STEEP),
+                    ("RSCP+ PTT", HOEFFDING, STEEP),
+                    ("RSCP+ PTT Bernstein", BERNSTEIN, STEEP),
                 ):
                     place = f"{label}, sigma {sigma:g}, epsilon {epsilon:g}"
-                    cells.append(Cell(row, place, source, "hps", Request(method, epsilon, transform, N), beyond=True))
+                    cells.append(Cell(row, place, origin, entry(method, epsilon, "hps", N, transform), beyond=True))
         tables.append(
             Table(
                 f"heads-{dataset}",
@@ -378,15 +368,15 @@ def _bank() -> Table:
         ("bank, seed 2", "rct15-bank2"),
         ("fresh noise, seed 0", "rct15-fresh0"),
     ):
-        source = Source("cifar10", 0.25, head, 0.125)
+        origin = Origin("cifar10", 0.25, head, 0.125)
         for column, method, transform, draws in (
-            ("RSCP", RSCP, "none", N),
-            ("RSCP PTT", RSCP, "ptt", N),
-            ("RSCP+ PTT Bernstein", BERNSTEIN, "ptt", N),
-            ("exact, 16 draws", "exact", "none", 16),
-            ("exact, 256 draws", "exact", "none", N),
+            ("RSCP", RSCP, None, N),
+            ("RSCP PTT", RSCP, STEEP, N),
+            ("RSCP+ PTT Bernstein", BERNSTEIN, STEEP, N),
+            ("exact, 16 draws", "exact", None, 16),
+            ("exact, 256 draws", "exact", None, N),
         ):
-            cells.append(Cell(row, column, source, "hps", Request(method, 0.125, transform, draws), beyond=True))
+            cells.append(Cell(row, column, origin, entry(method, 0.125, "hps", draws, transform), beyond=True))
     return Table(
         "bank",
         "RCT from a bank of features and under fresh noise, CIFAR-10, 15 epochs, HPS, epsilon 0.125, sigma 0.25",
