@@ -43,7 +43,7 @@ test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -q -n auto
 
 load-test: $(VENV)/.ready-test
-	$(BIN)/python -m pytest -q -m load tests/test_serve_load.py
+	$(BIN)/python -m pytest -q -m load tests/serve
 
 ray-test: $(VENV)/.ready-test $(VENV)/.ready-serve-ray
 	$(BIN)/python -m pytest -q -m ray tests

@@ -128,10 +128,12 @@ def load_predictor(
     fingerprint: str | None = None,
 ) -> Predictor:
     """A saved predictor with its model, which is named as for :func:`load_model`."""
-    classes = read(path)[0]["classes"]
+    classes = read(path)[0]["task"]["classes"]
     if model in MODELS and weights is None:
         raise InputError(f"{model} needs --weights FILE: those that the predictor was calibrated with")
     network = load_model(model, weights, classes, device, output)
+    if isinstance(network, nn.Module):
+        network.eval()
     return load(path, network, fingerprint=fingerprint, batch_size=batch_size, device=device)
 
 

@@ -19,7 +19,7 @@ from keepcover.data import digits
 from keepcover.models import SmallCNN, last_linear
 from keepcover.models.heads import head_bytes
 from keepcover.serve.deployment import Deployment
-from keepcover.serve.settings import Settings
+from keepcover.web.settings import Settings
 from keepcover.training import fit_under_noise
 
 from .test_exported import export
