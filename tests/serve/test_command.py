@@ -45,7 +45,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_command_can_check_a_deployment(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        cli.main(["serve", str(saved), "--model", "tests.serve.serving:sharp", "--check", "--max-images", "5", "--shape", "1x4x4"])
+        cli.main(
+            [
+                "serve",
+                str(saved),
+                "--model",
+                "tests.serve.serving:sharp",
+                "--check",
+                "--max-images",
+                "5",
+                "--shape",
+                "1x4x4",
+            ]
+        )
         == 0
     )
     found = Description.model_validate_json(capsys.readouterr().out)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import zlib
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -206,7 +205,9 @@ def png(width: int, height: int, *chunks: bytes, depth: int = 8, colour: int = 0
 def test_files_are_their_pixels_divided_by_255(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
     inner = Predictor.predict
-    monkeypatch.setattr(Predictor, "predict", lambda own, images, **o: (seen.append(images), inner(own, images, **o))[1])
+    monkeypatch.setattr(
+        Predictor, "predict", lambda own, images, **o: (seen.append(images), inner(own, images, **o))[1]
+    )
     other = np.flipud(GREY).copy()
     files = [("images", ("a.png", file_of(GREY))), ("images", ("b", file_of(other, optimize=True)))]
     response = ask(create_app(predictor), "POST", "/v1/predict", files=files, data={"alpha": "0.2", "epsilon": "0.05"})

@@ -26,7 +26,9 @@ def _with_settings(command: Callable[..., int]) -> Callable[..., int]:
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=default,
-            annotation=Annotated[kind | None if default is None else kind, typer.Option(help=text, envvar=f"KEEPCOVER_{name.upper()}")],
+            annotation=Annotated[
+                kind | None if default is None else kind, typer.Option(help=text, envvar=f"KEEPCOVER_{name.upper()}")
+            ],
         )
         for name, (kind, default, text) in offered().items()
     ]

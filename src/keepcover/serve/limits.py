@@ -133,7 +133,7 @@ class RepeatLimit:
     def _hash(self, client: str, image: Tensor) -> bytes:
         digest = hashlib.blake2b(key=self._key, digest_size=16)
         digest.update(_network(client).encode() + b"\0")
-        digest.update((image + 0.0).contiguous().numpy().tobytes())  # -0.0 is the same pixel
+        digest.update((image.double() + 0.0).contiguous().numpy().tobytes())  # -0.0 is the same pixel
         return digest.digest()
 
 

@@ -136,5 +136,3 @@ def _announce(listener: socket.socket, deployment: Deployment, workers: int) -> 
         log.info("serving", extra={"fields": fields})
     else:
         log.warning("serving, open to the network without a token", extra={"fields": fields})
-
-

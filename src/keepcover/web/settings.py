@@ -15,16 +15,11 @@ KIB, MIB = 2**10, 2**20
 RESIZE = ("refuse", "stretch", "crop")
 
 
-def _setting(default: Any, help: str, kind: Any = None, least: int | None = None, told: bool = False) -> Any:
-    """A field that describes itself.
-
-    Args:
-        help: what it means.
-        kind: its type on the command line, where that is another than the field's.
-        least: its lower bound; a float without one is a time above 0.
-        told: whether clients may know it.
+def _about(help: str, kind: Any = None, least: int | None = None, told: bool = False) -> dict[str, Any]:
+    """What a setting means; its type on the command line where that is another than the field's; its lower bound (a float
+    without one is a time above 0); and whether clients may know it.
     """
-    return field(default=default, metadata={"help": help, "kind": kind, "least": least, "told": told})
+    return {"help": help, "kind": kind, "least": least, "told": told}
 
 
 @dataclass(frozen=True)
@@ -39,22 +34,56 @@ class Settings:
         keepcover.errors.InputError: expected max_images of at least 1, got 0
     """
 
-    shape: Any = _setting(None, "Image shape like 3x32x32, channels first, for files that do not say it.", str)
-    max_images: int = _setting(32, "Images in one request.", least=1, told=True)
-    max_batch: int = _setting(64, "Images in one call of the model, over several requests.", least=1, told=True)
-    batch_wait: float = _setting(0.002, "Seconds that a lone request waits for company.", least=0)
-    max_queue: int = _setting(256, "Images that may wait, and requests that may wait to be parsed; beyond it 503 with Retry-After.", least=1, told=True)
-    max_body: int = _setting(8 * MIB, "Bytes of one request body.", least=1, told=True)
-    max_bodies: int = _setting(256 * MIB, "Bytes of all request bodies held at one time.", least=1)
-    body_timeout: float = _setting(20.0, "Seconds that a client may take to send its body.", told=True)
-    answer_timeout: float = _setting(30.0, "Seconds from the arrival of the body to the answer; then 503.", told=True)
-    shutdown_timeout: float = _setting(30.0, "Seconds to answer what was accepted, after SIGTERM.")
-    resize: str = _setting("refuse", "What happens to image files of another size; it changes what epsilon means.", Literal[RESIZE], told=True)
-    max_pixels: int = _setting(2**24, "Pixels of the largest image file that is resized.", least=1)
-    token: str | None = field(default=None, repr=False, metadata={"least": None, "told": False})  # no option: ps would show it
-    repeat_limit: int | None = _setting(None, "Answers to the same image per client and window; no limit by default.", least=1, told=True)
-    repeat_window: float = _setting(60.0, "Seconds of that window.", told=True)
-    repeat_entries: int = _setting(100_000, "Images that the repeat limit remembers; the oldest are forgotten first.", least=1)
+    shape: Any = field(
+        default=None, metadata=_about("Image shape like 3x32x32, channels first, for files that do not say it.", str)
+    )
+    max_images: int = field(default=32, metadata=_about("Images in one request.", least=1, told=True))
+    max_batch: int = field(
+        default=64, metadata=_about("Images in one call of the model, over several requests.", least=1, told=True)
+    )
+    batch_wait: float = field(default=0.002, metadata=_about("Seconds that a lone request waits for company.", least=0))
+    max_queue: int = field(
+        default=256,
+        metadata=_about(
+            "Images that may wait, and requests that may wait to be parsed; beyond it 503 with Retry-After.",
+            least=1,
+            told=True,
+        ),
+    )
+    max_body: int = field(default=8 * MIB, metadata=_about("Bytes of one request body.", least=1, told=True))
+    max_bodies: int = field(
+        default=256 * MIB, metadata=_about("Bytes of all request bodies held at one time.", least=1)
+    )
+    body_timeout: float = field(
+        default=20.0, metadata=_about("Seconds that a client may take to send its body.", told=True)
+    )
+    answer_timeout: float = field(
+        default=30.0, metadata=_about("Seconds from the arrival of the body to the answer; then 503.", told=True)
+    )
+    shutdown_timeout: float = field(
+        default=30.0, metadata=_about("Seconds to answer what was accepted, after SIGTERM.")
+    )
+    resize: str = field(
+        default="refuse",
+        metadata=_about(
+            "What happens to image files of another size; it changes what epsilon means.", Literal[RESIZE], told=True
+        ),
+    )
+    max_pixels: int = field(
+        default=2**24, metadata=_about("Pixels of the largest image file that is resized.", least=1)
+    )
+    token: str | None = field(
+        default=None, repr=False, metadata={"least": None, "told": False}
+    )  # no option: ps would show it
+    repeat_limit: int | None = field(
+        default=None,
+        metadata=_about("Answers to the same image per client and window; no limit by default.", least=1, told=True),
+    )
+    repeat_window: float = field(default=60.0, metadata=_about("Seconds of that window.", told=True))
+    repeat_entries: int = field(
+        default=100_000,
+        metadata=_about("Images that the repeat limit remembers; the oldest are forgotten first.", least=1),
+    )
 
     def __post_init__(self) -> None:
         for one in fields(self):
