@@ -128,6 +128,8 @@ def test_the_suites_catch_mutants(monkeypatch: pytest.MonkeyPatch) -> None:
         check_method(Halved(share=2.5), trials=500)
 
 
-@pytest.mark.parametrize("name", ["cp", "exact", "exact_asymmetric", "rcp1", "bincp", "bincp_sharp", "rscp_plus_hoeffding"])
+@pytest.mark.parametrize(
+    "name", ["cp", "exact", "exact_asymmetric", "rcp1", "bincp", "bincp_sharp", "rscp_plus_hoeffding"]
+)
 def test_the_library_passes_its_own_suite(name: str) -> None:
     check_method(get_method(name), trials=300)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from keepcover.attacks import Audit, audit
-from keepcover.data import Labelled
+from keepcover.data import Labelled, digits
 from keepcover.engine.memory import RememberingSmoother
 from keepcover.errors import KeepcoverWarning
 from keepcover.methods import (

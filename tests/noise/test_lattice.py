@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from keepcover.attacks.attacks import NoisyModel, pgd
 from scipy import stats
 from torch import Tensor, nn
 
-from keepcover.attacks.attacks import NoisyModel, pgd
 from keepcover.attacks.audit import Audit, AuditRow, audit
 from keepcover.engine.inputs import check_images
 from keepcover.engine.smoother import Smoother
