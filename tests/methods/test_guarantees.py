@@ -81,9 +81,7 @@ def test_mean_rules_keep_their_promise(name: str, shape: str, law: str) -> None:
     asked = asked_for(60, 64)
     increasing = rounded(law, BOUNDED.get(shape, BOUNDED["smooth"]))
     options = {"beta": 0.02} if name.startswith("rscp_plus") else {}
-    rule = fit(
-        get_method(name, transform=PTT() if shape == "ptt" else None, **options), asked, LAWS[law], increasing
-    )
+    rule = fit(get_method(name, transform=PTT() if shape == "ptt" else None, **options), asked, LAWS[law], increasing)
     misses = attacked_misses(rule, LAWS[law], increasing, asked.threat.epsilon, 600)
     assert not violated(misses, 600, asked.alpha), f"{misses} of 600 missed at alpha {asked.alpha}"
 

@@ -226,9 +226,9 @@ class MajorantRule(CountRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.g) != self.calibration_draws + 1 or np.any(np.diff(self.g) < 0):
+        if len(self.g) != self.calibration_draws + 1 or not np.isfinite(self.g).all() or np.any(np.diff(self.g) < 0):
             raise InputError(
-                f"expected a nondecreasing g on 0..{self.calibration_draws} calibration draws, got {len(self.g)} values"
+                f"expected a finite nondecreasing g on 0..{self.calibration_draws} calibration draws, got {len(self.g)} values"
             )
 
     @property

@@ -249,6 +249,8 @@ def restore(path: str | Path, score: Any = None) -> Predictor:
         items, numerics = _items(manifest, values, tensors.get("weight")), numeric_options(manifest["numerics"])
         model, inputs = manifest["model"], manifest["inputs"]
         _agree("numerics", bool(numerics), model is not None)
+        if model is None and (inputs is not None or "probe_outputs" in tensors):
+            raise InputError("it knows inputs of its model, and no model; save the predictor again")
         seen = None if inputs is None else InputRange.from_dict(inputs)
         if seen is not None and not -math.inf < seen.low <= seen.high < math.inf:
             raise InputError(f"expected inputs in a finite range, got {seen}; save the predictor again")

@@ -18,8 +18,7 @@ from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.prediction.artifact import load, read
 from keepcover.prediction.calibration import calibrate
-
-from .test_smoothing import toy
+from tests.toys import toy
 
 CAL = toy(120, seed=1)
 ASK: dict[str, Any] = {"epsilon": 0.03, "sigma": 0.1, "draws": 4, "method": "rcp1", "seed": 1}

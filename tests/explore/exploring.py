@@ -17,6 +17,8 @@ from keepcover.explore.answers import Explorer
 from keepcover.explore.app import create_app
 from keepcover.explore.lineup import Lineup
 from keepcover.explore.subject import Subject
+from keepcover.noise import Gaussian
+from keepcover.tasks import Classification
 
 NAMES = ("circle", "square", "<b>star</b>", "cross")
 SIGMA = 0.5
@@ -47,7 +49,8 @@ def toy_model() -> nn.Module:
 
 def toy_subject() -> Subject:
     holdout, calibration, gallery = toy_data().split(60, 250, 150)
-    return Subject("corners", toy_model(), SIGMA, gallery, holdout, calibration)
+    task = Classification(class_names=NAMES)
+    return Subject("corners", toy_model(), Gaussian(SIGMA), gallery, holdout, calibration, task=task)
 
 
 EPSILONS = (0.0, 0.1, 0.2, 0.3)
