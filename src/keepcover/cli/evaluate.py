@@ -52,7 +52,7 @@ def evaluate(
     """
     from keepcover.evaluation import evaluate as run
     from keepcover.evaluation.manifest import manifest, write_results
-    from keepcover.evaluation.source import source_of
+    from keepcover.prediction.source import source_of
     from keepcover.files import check_folder, check_place
     from keepcover.store import StoreReader
     from keepcover.store.logits_file import read_arrays
