@@ -174,6 +174,15 @@ def test_an_audit_as_json_and_text(report: Audit) -> None:
         assert line.endswith(row.verdict)
 
 
+def test_the_summary_takes_the_worse_attack(report: Audit) -> None:
+    rows = report.summary(EPSILON)
+    assert [row["name"] for row in rows] == list(METHODS)
+    for row in rows:
+        own = [r for r in report.rows if r.name == row["name"]]
+        assert row["attacked_coverage"]["mean"] == min(r.coverage["mean"] for r in own if r.attack != "none")
+        assert row["coverage"] == next(r.coverage for r in own if r.attack == "none")
+
+
 def test_one_predictor_goes_by_its_method_and_radii_by_request(predictors: dict[str, Predictor]) -> None:
     found = audit(predictors["rcp1"], TEST, attacks=["softmax"], radii=[0.05, 0.0, 0.3], **TINY)
     assert [(row.name, row.attack, row.radius) for row in found.rows] == [
