@@ -13,12 +13,11 @@ import uvicorn
 from torch import nn
 
 from keepcover.data import Labelled
+from keepcover.engine.smoother import Smoother
 from keepcover.explore.answers import Explorer
 from keepcover.explore.app import create_app
 from keepcover.explore.lineup import Lineup
 from keepcover.explore.subject import Subject
-from keepcover.noise import Gaussian
-from keepcover.tasks import Classification
 
 NAMES = ("circle", "square", "<b>star</b>", "cross")
 SIGMA = 0.5
@@ -49,8 +48,7 @@ def toy_model() -> nn.Module:
 
 def toy_subject() -> Subject:
     holdout, calibration, gallery = toy_data().split(60, 250, 150)
-    task = Classification(class_names=NAMES)
-    return Subject("corners", toy_model(), Gaussian(SIGMA), gallery, holdout, calibration, task=task)
+    return Subject("corners", Smoother(toy_model(), SIGMA), gallery, holdout, calibration)
 
 
 EPSILONS = (0.0, 0.1, 0.2, 0.3)

@@ -41,7 +41,7 @@ from keepcover.explore.look import bars, nested, own_sets
 from keepcover.explore.server import run
 from keepcover.explore.subject import Subject, own_subject, saved_subject
 from keepcover.methods import get_method
-from keepcover.noise import Gaussian, Stream
+from keepcover.noise import Stream
 from keepcover.prediction.artifact import load
 from keepcover.prediction.calibration import calibrate
 from keepcover.web.problems import Problem
@@ -701,7 +701,7 @@ def test_what_calibration_warns_of_is_told_on_the_page() -> None:
     with torch.no_grad():
         hopeless[1].weight.zero_()
     lineup = Lineup(
-        Subject("hopeless", hopeless, Gaussian(SIGMA), gallery, holdout, calibration),
+        Subject("hopeless", Smoother(hopeless, SIGMA), gallery, holdout, calibration),
         alphas=(0.1,),
         draws=(4,),
         epsilons=(0.0, 0.1),

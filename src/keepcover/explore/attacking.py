@@ -39,7 +39,7 @@ def craft(
     """Attacked images within the L2 radius; ``target`` is the one-level predictor whose margin is attacked."""
     subject, stream = lineup.subject, Stream(lineup.seed + 2, "attack")
     smoother = lineup.smoother(aim != "plain")
-    noisy = NoisyModel(subject.model, smoother.noise, DRAWS, stream, smoother.autocast)
+    noisy = NoisyModel(smoother.model, smoother.noise, DRAWS, stream, smoother.autocast)
     loss = mean_softmax if target is None else Margin(target, stream)
     steps = STEPS if subject.gradients else 5 * STEPS
     with lineup.lock:

@@ -102,9 +102,10 @@ class Lineup:
             raise InputError(f"expected alphas, and draws of at least 1, got {alphas} and {draws}")
 
     def _smoother(self, noise: Noise) -> RememberingSmoother:
-        look = self._advance if noise.certifies else None
+        look, own = self._advance if noise.certifies else None, self.subject.smoother
+        options = {name: getattr(own, name) for name in ("device", "autocast", "channels_last", "compile")}
         return RememberingSmoother(
-            self.subject.model, noise, lock=self.lock, memory=MEMORY, look=look, progress=False, **self.subject.options
+            own.model, noise, lock=self.lock, memory=MEMORY, look=look, progress=False, **options
         )
 
     def _around(

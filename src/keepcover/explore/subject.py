@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -12,7 +11,7 @@ from keepcover.attacks import NoisyModel, pgd
 from keepcover.data import Labelled
 from keepcover.engine.smoother import Classifier, Smoother
 from keepcover.errors import InputError
-from keepcover.noise import Gaussian, Noise, Stream
+from keepcover.noise import Noise, Stream
 from keepcover.prediction.predictor import Predictor
 from keepcover.tasks import Classification, Task
 from keepcover.tasks.metrics import check_labels
@@ -29,7 +28,7 @@ class Subject:
 
     Attributes:
         name: what the page calls it.
-        model, noise: the classifier and the noise it was trained for.
+        smoother: the classifier under the noise it was trained for.
         gallery: the images on show, used for nothing else; ``class_names`` has one name per output of the model.
         holdout, calibration: None where a saved predictor stands alone.
         saved: a predictor that was calibrated elsewhere.
@@ -37,13 +36,11 @@ class Subject:
         reach: the largest epsilon on show; a saved predictor brings its own.
         gradients: whether the model can be differentiated; attacks search by queries alone where it cannot.
         cheap: whether calibrating everything in advance costs nothing worth asking for.
-        options: of the smoother: device and numerics.
         notes: what people should know about how it came about.
     """
 
     name: str
-    model: Classifier
-    noise: Noise
+    smoother: Smoother
     gallery: Labelled
     holdout: Labelled | None = None
     calibration: Labelled | None = None
@@ -52,8 +49,11 @@ class Subject:
     reach: float = 1.0
     gradients: bool = True
     cheap: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def noise(self) -> Noise:
+        return self.smoother.noise
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -78,18 +78,8 @@ def digits_subject(seed: int = 0, say: Callable[[str], None] = print) -> Subject
     say(f"training a small CNN on {len(train)} digits under noise of sigma {SIGMA:g}")
     model = example_model(train, seed, progress=True)
     note = f"A small CNN, trained at start on {len(train)} of scikit-learn's digits under noise of sigma {SIGMA:g}."
-    return Subject(
-        "handwritten digits",
-        model,
-        Gaussian(SIGMA),
-        gallery,
-        holdout,
-        calibration,
-        task=Classification(class_names=gallery.class_names),
-        reach=REACH * SIGMA,
-        cheap=True,
-        notes=(note,),
-    )
+    parts = (gallery, holdout, calibration)
+    return Subject("handwritten digits", Smoother(model, SIGMA), *parts, reach=REACH * SIGMA, cheap=True, notes=(note,))
 
 
 def own_subject(
@@ -110,19 +100,9 @@ def own_subject(
             f"expected at least {LEAST} labelled images, for a holdout, calibration points and a gallery, got {len(data)}"
         )
     held, points, shown = parts
-    shown, gradients = _fit_to(Smoother(model, sigma, device=device, progress=False), shown)
-    return Subject(
-        data.name,
-        model,
-        Gaussian(sigma),
-        shown,
-        held,
-        points,
-        task=Classification(score, shown.class_names),
-        reach=REACH * sigma,
-        gradients=gradients,
-        options={"device": device},
-    )
+    smoother, task = Smoother(model, sigma, device=device), Classification(score)
+    shown, gradients = _fit_to(smoother, shown)
+    return Subject(data.name, smoother, shown, held, points, task=task, reach=REACH * sigma, gradients=gradients)
 
 
 def saved_subject(
@@ -154,20 +134,8 @@ def saved_subject(
     shown, gradients = _fit_to(smoother, shown)
     if len(shown.class_names) != predictor.classes:
         raise InputError(f"the predictor has {predictor.classes} classes, the model {len(shown.class_names)}")
-    options = ("device", "autocast", "channels_last", "compile")
-    return Subject(
-        data.name,
-        smoother.model,
-        noise,
-        shown,
-        held,
-        points,
-        saved=predictor,
-        task=predictor.task,
-        gradients=gradients,
-        options={name: getattr(smoother, name) for name in options},
-        notes=tuple(notes),
-    )
+    own = {"saved": predictor, "task": predictor.task, "notes": tuple(notes)}
+    return Subject(data.name, smoother, shown, held, points, gradients=gradients, **own)
 
 
 def _split(

@@ -45,11 +45,10 @@ class Answer(BaseModel):
     sets: list[Set]
 
 
-Limits = create_model(
-    "Limits",
-    __doc__="What one client may ask.",
-    **{name: (get_type_hints(Settings)[name], Field(description=offered()[name][2])) for name in Settings().limits()},
-)
+_told: dict[str, Any] = {
+    name: (get_type_hints(Settings)[name], Field(description=offered()[name][2])) for name in Settings().limits()
+}
+Limits = create_model("Limits", __doc__="What one client may ask.", **_told)
 
 
 class Description(BaseModel):

@@ -3,6 +3,8 @@
 Nothing here touches the noise: no setting, and no request, carries a seed.
 """
 
+# ruff: noqa: RUF009, every default is a field
+
 from __future__ import annotations
 
 import re
@@ -15,11 +17,17 @@ KIB, MIB = 2**10, 2**20
 RESIZE = ("refuse", "stretch", "crop")
 
 
-def _about(help: str, kind: Any = None, least: int | None = None, told: bool = False) -> dict[str, Any]:
-    """What a setting means; its type on the command line where that is another than the field's; its lower bound (a float
-    without one is a time above 0); and whether clients may know it.
+def _about(help: str, kind: Any = None, least: int | None = None, told: bool = False, **options: Any) -> Any:
+    """A field that describes itself.
+
+    Args:
+        help: what it means.
+        kind: its type on the command line, where that is another than the field's.
+        least: its lower bound; a float without one is a time above 0.
+        told: whether clients may know it.
+        options: of the field.
     """
-    return {"help": help, "kind": kind, "least": least, "told": told}
+    return field(metadata={"help": help, "kind": kind, "least": least, "told": told}, **options)
 
 
 @dataclass(frozen=True)
@@ -34,63 +42,29 @@ class Settings:
         keepcover.errors.InputError: expected max_images of at least 1, got 0
     """
 
-    shape: Any = field(
-        default=None, metadata=_about("Image shape like 3x32x32, channels first, for files that do not say it.", str)
-    )
-    max_images: int = field(default=32, metadata=_about("Images in one request.", least=1, told=True))
-    max_batch: int = field(
-        default=64, metadata=_about("Images in one call of the model, over several requests.", least=1, told=True)
-    )
-    batch_wait: float = field(default=0.002, metadata=_about("Seconds that a lone request waits for company.", least=0))
-    max_queue: int = field(
-        default=256,
-        metadata=_about(
-            "Images that may wait, and requests that may wait to be parsed; beyond it 503 with Retry-After.",
-            least=1,
-            told=True,
-        ),
-    )
-    max_body: int = field(default=8 * MIB, metadata=_about("Bytes of one request body.", least=1, told=True))
-    max_bodies: int = field(
-        default=256 * MIB, metadata=_about("Bytes of all request bodies held at one time.", least=1)
-    )
-    body_timeout: float = field(
-        default=20.0, metadata=_about("Seconds that a client may take to send its body.", told=True)
-    )
-    answer_timeout: float = field(
-        default=30.0, metadata=_about("Seconds from the arrival of the body to the answer; then 503.", told=True)
-    )
-    shutdown_timeout: float = field(
-        default=30.0, metadata=_about("Seconds to answer what was accepted, after SIGTERM.")
-    )
-    resize: str = field(
-        default="refuse",
-        metadata=_about(
-            "What happens to image files of another size; it changes what epsilon means.", Literal[RESIZE], told=True
-        ),
-    )
-    max_pixels: int = field(
-        default=2**24, metadata=_about("Pixels of the largest image file that is resized.", least=1)
-    )
-    token: str | None = field(
-        default=None, repr=False, metadata={"least": None, "told": False}
-    )  # no option: ps would show it
-    repeat_limit: int | None = field(
-        default=None,
-        metadata=_about("Answers to the same image per client and window; no limit by default.", least=1, told=True),
-    )
-    repeat_window: float = field(default=60.0, metadata=_about("Seconds of that window.", told=True))
-    repeat_entries: int = field(
-        default=100_000,
-        metadata=_about("Images that the repeat limit remembers; the oldest are forgotten first.", least=1),
-    )
+    shape: Any = _about("Image shape like 3x32x32, for files that do not say it.", str, default=None)
+    max_images: int = _about("Images in one request.", least=1, told=True, default=32)
+    max_batch: int = _about("Images in one call of the model, over several requests.", least=1, told=True, default=64)
+    batch_wait: float = _about("Seconds that a lone request waits for company.", least=0, default=0.002)
+    max_queue: int = _about("Images that may wait; beyond it 503 with Retry-After.", least=1, told=True, default=256)
+    max_body: int = _about("Bytes of one request body.", least=1, told=True, default=8 * MIB)
+    max_bodies: int = _about("Bytes of all request bodies held at one time.", least=1, default=256 * MIB)
+    body_timeout: float = _about("Seconds that a client may take to send its body.", told=True, default=20.0)
+    answer_timeout: float = _about("Seconds from the arrival of the body to the answer.", told=True, default=30.0)
+    shutdown_timeout: float = _about("Seconds to answer what was accepted, after SIGTERM.", default=30.0)
+    resize: str = _about("What happens to image files of another size.", Literal[RESIZE], told=True, default="refuse")
+    max_pixels: int = _about("Pixels of the largest image file that is resized.", least=1, default=2**24)
+    token: str | None = _about("Bearer token that clients must send.", repr=False, default=None)
+    repeat_limit: int | None = _about("Answers to one image per client and window.", least=1, told=True, default=None)
+    repeat_window: float = _about("Seconds of that window.", told=True, default=60.0)
+    repeat_entries: int = _about("Images that the repeat limit remembers.", least=1, default=100_000)
 
     def __post_init__(self) -> None:
         for one in fields(self):
             value, least = getattr(self, one.name), one.metadata["least"]
             if least is not None and value is not None and not least <= value < float("inf"):
                 raise InputError(f"expected {one.name} of at least {least}, got {value}")
-            if least is None and isinstance(one.default, float) and not 0 < value < float("inf"):
+            if least is None and one.type == "float" and not (value and 0 < value < float("inf")):
                 raise InputError(f"expected {one.name} in seconds, above 0, got {value}")
         if self.batch_wait > 1:
             raise InputError(f"expected batch_wait between 0 and 1 second, got {self.batch_wait}")
@@ -122,7 +96,7 @@ def offered() -> dict[str, tuple[Any, Any, str]]:
         (<class 'int'>, 32, 'Images in one request.')
     """
     types = get_type_hints(Settings)
-    settings = [one for one in fields(Settings) if "help" in one.metadata]
+    settings = [one for one in fields(Settings) if one.repr]  # a secret is no option: other users could read it
     return {one.name: (one.metadata["kind"] or types[one.name], one.default, one.metadata["help"]) for one in settings}
 
 
