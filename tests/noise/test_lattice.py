@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from keepcover.attacks.attacks import NoisyModel, pgd
+from keepcover.attacks.pgd import NoisyModel, pgd
 from scipy import stats
 from torch import Tensor, nn
 
