@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from keepcover.attacks.pgd import NoisyModel, pgd
 from scipy import stats
 from torch import Tensor, nn
 
 from keepcover.attacks.audit import Audit, AuditRow, audit
+from keepcover.attacks.pgd import NoisyModel, pgd
 from keepcover.engine.inputs import check_images
 from keepcover.engine.smoother import Smoother
 from keepcover.noise.stream import Stream, lattice, to_lattice_
