@@ -41,6 +41,7 @@ from tests.methods.premises import (
 from tests.methods.worst import (
     BOUNDED,
     LAWS,
+    OWN,
     SIGMA,
     asked_for,
     attacked_misses,
@@ -324,7 +325,7 @@ def test_risk_control_that_spends_too_much_is_caught(mutant: str | None) -> None
     if mutant == "budget":
         asked = replace(asked, promise=ForgetsTheNextPoint())
     kind = CountsDrawsAtTheThreshold if mutant == "threshold" else MajorantRule
-    rule = kind(METHODS["exact_asymmetric"], asked, kappa=0, g=(0.0, 1.0))
+    rule = kind(OWN["exact_asymmetric"], asked, kappa=0, g=(0.0, 1.0))
     misses = attacked_misses(rule, LAWS["wide"], lambda s: s, 0.0, 4000)
     assert violated(misses, 4000, 0.1) == (mutant is not None)
 
@@ -362,11 +363,11 @@ def test_the_public_suite_catches_a_method_that_ignores_the_hull(monkeypatch: py
         check_method(Generous(), trials=200)
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.certified])
+@pytest.mark.parametrize("name", [name for name, method in OWN.items() if method.certified])
 def test_forgetting_the_attack_is_caught(name: str) -> None:
     """Every certified method, told that epsilon is 0 and then attacked by three standard deviations."""
     draws = {"exact": 8, "exact_asymmetric": 8, "cas": 512, "cas_test_time": 512}.get(name, 64)
-    increasing = (lambda s: s) if METHODS[name].compares_only else BOUNDED["smooth"]
+    increasing = (lambda s: s) if OWN[name].compares_only else BOUNDED["smooth"]
     method = get_method(plainly(name), beta=0.02) if name.startswith("rscp_plus") else plainly(name)
     rule = fit(method, asked_for(60, draws, r=0.0), LAWS["narrow"], increasing)
     assert not violated(attacked_misses(rule, LAWS["narrow"], increasing, 0.0, 300), 300, 0.1)

@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from keepcover.methods import Asked, Holdout, Method, Rule, get_method
+from keepcover.methods import METHODS, Asked, Holdout, Method, Rule, get_method
 from keepcover.noise import Gaussian, Threat
 from keepcover.scores import CustomScore, Draws, Items
 from keepcover.tasks import Classification
@@ -24,6 +24,9 @@ LEVEL = 5e-8
 
 Law = Callable[[tuple[int, ...], torch.Generator], Tensor]
 Map = Callable[[Tensor], Tensor]
+
+OWN = {name: method for name, method in METHODS.items() if type(method).__module__.startswith("keepcover.")}
+"""The library's methods, without those that other tests register."""
 
 AS_THEY_ARE = Classification(CustomScore(lambda outputs: outputs, "output", bounded=True))
 """Outputs that are scores already."""
