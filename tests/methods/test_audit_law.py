@@ -36,6 +36,7 @@ from tests.methods.worst import (
     calibrated,
     fit,
     plainly,
+    thresholds,
     violated,
 )
 
@@ -188,9 +189,8 @@ def tangent_rule(n: int, n_cal: int, r: float) -> MajorantRule:
 def majorant_thresholds(rule: MajorantRule, audits: int) -> ndarray:
     """Its thresholds if every x is 0."""
     generator = torch.Generator().manual_seed(0)
-    shape = (rule.asked.n, rule.calibration_draws)
-    noise = (Draws(SIGMA * torch.randn(shape, generator=generator, dtype=torch.float64)) for _ in range(audits))
-    return np.array([calibrated(rule, true) for true in noise])
+    noise = SIGMA * torch.randn(audits * rule.asked.n, rule.calibration_draws, generator=generator, dtype=torch.float64)
+    return thresholds(rule, rule.statistic(Draws(noise)).unflatten(0, (audits, rule.asked.n))).numpy()
 
 
 @pytest.mark.parametrize(("n", "n_cal", "r"), [(100, 1, 1.0), (300, 2, 1.5), (300, 4, 0.5), (1000, 4, 2.0)])
@@ -269,7 +269,7 @@ def test_a_doubled_level_is_seen_on_clean_data(name: str) -> None:
     rng, counts = np.random.default_rng(0), {}
     for factor in (1, 2):
         rule = method.rule(replace(asked, alpha=0.1 * factor))
-        t = np.array([rule.threshold_of(row, 1000) for row in torch.from_numpy(rng.random((200, 1000)))])
+        t = thresholds(rule, torch.from_numpy(rng.random((200, 1000)))).numpy()
         counts[factor] = accused(method.rule(asked), rng.binomial(M, t), 1000)
     assert counts[2] >= 198
     assert not violated(counts[1], 200, VIOLATION, LEVEL)

@@ -457,7 +457,7 @@ def test_cas_by_its_definition(method: type[CAS]) -> None:
 
     def through_cdf(s: np.ndarray, side: int) -> float:
         grid = np.array([0.0, *np.sort(s), 1.0])
-        cdf = np.array([(s <= b).mean() for b in grid[:-1]])
+        cdf = np.searchsorted(np.sort(s), grid[:-1], side="right") / len(s)
         attacked = BASE.threat.up if side > 0 else BASE.threat.down
         return float(np.diff(grid) @ attacked(1 - np.clip(cdf - side * radius, 0.0, 1.0)))
 

@@ -48,6 +48,7 @@ from tests.methods.worst import (
     calibrated,
     fit,
     plainly,
+    thresholds,
     two_points,
     violated,
 )
@@ -211,30 +212,29 @@ def test_a_mean_without_its_bound_is_caught() -> None:
 # -- the conformal quantile --------------------------------------------------------------------------------------------
 
 
-def interpolated(scores: ndarray, alpha: float) -> float:
-    return float(np.quantile(scores, min((1 - alpha) * (1 + 1 / len(scores)), 1.0)))
+def interpolated(scores: ndarray, alpha: float) -> ndarray:
+    return np.quantile(scores, min((1 - alpha) * (1 + 1 / scores.shape[1]), 1.0), axis=1)
 
 
-def interpolated_plainly(scores: ndarray, alpha: float) -> float:
-    return float(np.quantile(scores, 1 - alpha))
+def interpolated_plainly(scores: ndarray, alpha: float) -> ndarray:
+    return np.quantile(scores, 1 - alpha, axis=1)
 
 
-def floored(scores: ndarray, alpha: float) -> float:
-    return float(np.sort(scores)[math.floor((len(scores) + 1) * (1 - Fraction(str(alpha)))) - 1])
+def floored(scores: ndarray, alpha: float) -> ndarray:
+    return np.sort(scores, axis=1)[:, math.floor((scores.shape[1] + 1) * (1 - Fraction(str(alpha)))) - 1]
 
 
-def exact(scores: ndarray, alpha: float) -> float:
-    return SplitCP().rule(asked_for(len(scores), 1, alpha=alpha)).threshold_of(torch.from_numpy(scores), len(scores))
+def exact(scores: ndarray, alpha: float) -> ndarray:
+    return thresholds(SplitCP().rule(asked_for(scores.shape[1], 1, alpha=alpha)), torch.from_numpy(scores)).numpy()
 
 
 @pytest.mark.parametrize(
     ("quantile", "caught"), [(exact, False), (interpolated, True), (interpolated_plainly, True), (floored, True)]
 )
-def test_wrong_quantiles_under_cover(quantile: Callable[[ndarray, float], float], caught: bool) -> None:
+def test_wrong_quantiles_under_cover(quantile: Callable[[ndarray, float], ndarray], caught: bool) -> None:
     """At n = 20, alpha = 0.1 the right rank is 19; scores whose gaps shrink upwards make interpolation worst."""
-    u = np.random.default_rng(0).random((4000, 21))
-    scores = -np.exp(-700 * u)
-    misses = sum(row[20] > quantile(row[:20], 0.1) for row in scores)
+    scores = -np.exp(-700 * np.random.default_rng(0).random((4000, 21)))
+    misses = int((scores[:, 20] > quantile(scores[:, :20], 0.1)).sum())
     assert violated(misses, 4000, 0.1) == caught
 
 

@@ -199,5 +199,5 @@ def test_random_starts_are_uniform_in_the_ball() -> None:
 
 
 def test_unknown_norms_are_refused() -> None:
-    with pytest.raises(InputError, match="a norm among .*l2.*, got 'l7'"):
+    with pytest.raises(InputError, match=r"a norm among .*l2.*, got 'l7'"):
         get_norm("l7")
