@@ -21,13 +21,14 @@ from scipy.special import ndtri
 
 from keepcover.attacks.audit import VIOLATION
 from keepcover.bounds import conformal_rank, exact_level, hull_curve, hull_level, majorant
-from keepcover.methods import METHODS, RCP1, Exact, ExactAsymmetric, RSCPPlus, Rule, get_method
+from keepcover.methods import RCP1, Exact, ExactAsymmetric, RSCPPlus, Rule, get_method
 from keepcover.methods.exact import HullRule, MajorantRule, OneDraw
 from keepcover.scores import Draws, Items
 from tests.bounds.brute import crossing, curve
 from tests.methods.worst import (
     BOUNDED,
     LAWS,
+    OWN,
     SIGMA,
     asked_for,
     attacked_by,
@@ -35,6 +36,7 @@ from tests.methods.worst import (
     calibrated,
     fit,
     plainly,
+    thresholds,
     violated,
 )
 
@@ -187,9 +189,8 @@ def tangent_rule(n: int, n_cal: int, r: float) -> MajorantRule:
 def majorant_thresholds(rule: MajorantRule, audits: int) -> ndarray:
     """Its thresholds if every x is 0."""
     generator = torch.Generator().manual_seed(0)
-    shape = (rule.asked.n, rule.calibration_draws)
-    noise = (Draws(SIGMA * torch.randn(shape, generator=generator, dtype=torch.float64)) for _ in range(audits))
-    return np.array([calibrated(rule, true) for true in noise])
+    noise = SIGMA * torch.randn(audits * rule.asked.n, rule.calibration_draws, generator=generator, dtype=torch.float64)
+    return thresholds(rule, rule.statistic(Draws(noise)).unflatten(0, (audits, rule.asked.n))).numpy()
 
 
 @pytest.mark.parametrize(("n", "n_cal", "r"), [(100, 1, 1.0), (300, 2, 1.5), (300, 4, 0.5), (1000, 4, 2.0)])
@@ -236,7 +237,7 @@ def test_what_a_majorant_rule_was_not_calibrated_for_is_seen(change: str) -> Non
 
 
 @pytest.mark.parametrize("n", [99, 100, 1000])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", OWN)
 def test_the_null_promises_alpha_and_no_less(name: str, n: int) -> None:
     """The mean miss rate under the law is at most alpha (a conservative law of risk control may exceed it a little), and
     a coverage of 1 - alpha is never accused while one far below is."""
@@ -268,13 +269,13 @@ def test_a_doubled_level_is_seen_on_clean_data(name: str) -> None:
     rng, counts = np.random.default_rng(0), {}
     for factor in (1, 2):
         rule = method.rule(replace(asked, alpha=0.1 * factor))
-        t = np.array([rule.threshold_of(row, 1000) for row in torch.from_numpy(rng.random((200, 1000)))])
+        t = thresholds(rule, torch.from_numpy(rng.random((200, 1000)))).numpy()
         counts[factor] = accused(method.rule(asked), rng.binomial(M, t), 1000)
     assert counts[2] >= 198
     assert not violated(counts[1], 200, VIOLATION, LEVEL)
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.certified])
+@pytest.mark.parametrize("name", [name for name, method in OWN.items() if method.certified])
 def test_forgetting_the_attack_is_seen(name: str) -> None:
     """Calibrated for epsilon 0, stored as if for three standard deviations: coverage shows it, the points do too (not for
     cas_test_time, whose threshold knows no epsilon)."""

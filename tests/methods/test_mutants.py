@@ -41,12 +41,14 @@ from tests.methods.premises import (
 from tests.methods.worst import (
     BOUNDED,
     LAWS,
+    OWN,
     SIGMA,
     asked_for,
     attacked_misses,
     calibrated,
     fit,
     plainly,
+    thresholds,
     two_points,
     violated,
 )
@@ -210,30 +212,29 @@ def test_a_mean_without_its_bound_is_caught() -> None:
 # -- the conformal quantile --------------------------------------------------------------------------------------------
 
 
-def interpolated(scores: ndarray, alpha: float) -> float:
-    return float(np.quantile(scores, min((1 - alpha) * (1 + 1 / len(scores)), 1.0)))
+def interpolated(scores: ndarray, alpha: float) -> ndarray:
+    return np.quantile(scores, min((1 - alpha) * (1 + 1 / scores.shape[1]), 1.0), axis=1)
 
 
-def interpolated_plainly(scores: ndarray, alpha: float) -> float:
-    return float(np.quantile(scores, 1 - alpha))
+def interpolated_plainly(scores: ndarray, alpha: float) -> ndarray:
+    return np.quantile(scores, 1 - alpha, axis=1)
 
 
-def floored(scores: ndarray, alpha: float) -> float:
-    return float(np.sort(scores)[math.floor((len(scores) + 1) * (1 - Fraction(str(alpha)))) - 1])
+def floored(scores: ndarray, alpha: float) -> ndarray:
+    return np.sort(scores, axis=1)[:, math.floor((scores.shape[1] + 1) * (1 - Fraction(str(alpha)))) - 1]
 
 
-def exact(scores: ndarray, alpha: float) -> float:
-    return SplitCP().rule(asked_for(len(scores), 1, alpha=alpha)).threshold_of(torch.from_numpy(scores), len(scores))
+def exact(scores: ndarray, alpha: float) -> ndarray:
+    return thresholds(SplitCP().rule(asked_for(scores.shape[1], 1, alpha=alpha)), torch.from_numpy(scores)).numpy()
 
 
 @pytest.mark.parametrize(
     ("quantile", "caught"), [(exact, False), (interpolated, True), (interpolated_plainly, True), (floored, True)]
 )
-def test_wrong_quantiles_under_cover(quantile: Callable[[ndarray, float], float], caught: bool) -> None:
+def test_wrong_quantiles_under_cover(quantile: Callable[[ndarray, float], ndarray], caught: bool) -> None:
     """At n = 20, alpha = 0.1 the right rank is 19; scores whose gaps shrink upwards make interpolation worst."""
-    u = np.random.default_rng(0).random((4000, 21))
-    scores = -np.exp(-700 * u)
-    misses = sum(row[20] > quantile(row[:20], 0.1) for row in scores)
+    scores = -np.exp(-700 * np.random.default_rng(0).random((4000, 21)))
+    misses = int((scores[:, 20] > quantile(scores[:, :20], 0.1)).sum())
     assert violated(misses, 4000, 0.1) == caught
 
 
@@ -324,7 +325,7 @@ def test_risk_control_that_spends_too_much_is_caught(mutant: str | None) -> None
     if mutant == "budget":
         asked = replace(asked, promise=ForgetsTheNextPoint())
     kind = CountsDrawsAtTheThreshold if mutant == "threshold" else MajorantRule
-    rule = kind(METHODS["exact_asymmetric"], asked, kappa=0, g=(0.0, 1.0))
+    rule = kind(OWN["exact_asymmetric"], asked, kappa=0, g=(0.0, 1.0))
     misses = attacked_misses(rule, LAWS["wide"], lambda s: s, 0.0, 4000)
     assert violated(misses, 4000, 0.1) == (mutant is not None)
 
@@ -362,11 +363,11 @@ def test_the_public_suite_catches_a_method_that_ignores_the_hull(monkeypatch: py
         check_method(Generous(), trials=200)
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.certified])
+@pytest.mark.parametrize("name", [name for name, method in OWN.items() if method.certified])
 def test_forgetting_the_attack_is_caught(name: str) -> None:
     """Every certified method, told that epsilon is 0 and then attacked by three standard deviations."""
     draws = {"exact": 8, "exact_asymmetric": 8, "cas": 512, "cas_test_time": 512}.get(name, 64)
-    increasing = (lambda s: s) if METHODS[name].compares_only else BOUNDED["smooth"]
+    increasing = (lambda s: s) if OWN[name].compares_only else BOUNDED["smooth"]
     method = get_method(plainly(name), beta=0.02) if name.startswith("rscp_plus") else plainly(name)
     rule = fit(method, asked_for(60, draws, r=0.0), LAWS["narrow"], increasing)
     assert not violated(attacked_misses(rule, LAWS["narrow"], increasing, 0.0, 300), 300, 0.1)
