@@ -2,6 +2,7 @@
 #
 #   make demo      train, calibrate, attack on digits: a table and an HTML report (about a minute)
 #   make explore   the explorer on digits, in your browser
+#   make quick     the mathematics and the pipeline: no server, no subprocess (under a minute on two cores)
 #   make test      the tests (a few minutes on two cores)
 #   make load-test the HTTP service under load: rows in out/load/ (about two minutes)
 #   make ray-test  the HTTP service and the smoothing engine on a local Ray cluster (installs Ray)
@@ -23,10 +24,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo explore test load-test ray-test hugging-face-test browser-test lint types docs docs-check site bench bench-gpu clean
+.PHONY: demo explore quick test load-test ray-test hugging-face-test browser-test lint types docs docs-check site bench bench-gpu clean
 
 $(VENV)/pyvenv.cfg:
-	$(PYTHON) -c 'import sys; sys.exit("holdfast needs Python 3.11 or newer, found " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -c 'import sys; sys.exit("keepcover needs Python 3.11 or newer, found " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.ready-%: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
@@ -34,16 +35,21 @@ $(VENV)/.ready-%: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
 	@touch $@
 
 demo: $(VENV)/.ready-demo
-	$(BIN)/holdfast demo --out $(OUT)
+	$(BIN)/keepcover demo --out $(OUT)
 
 explore: $(VENV)/.ready-explore
-	$(BIN)/holdfast explore
+	$(BIN)/keepcover explore
+
+QUICK := noise scores bounds promises tasks methods seams evaluation prediction engine attacks
+
+quick: $(VENV)/.ready-test
+	$(BIN)/python -m pytest -q -n auto $(addprefix tests/,$(QUICK))
 
 test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -q -n auto
 
 load-test: $(VENV)/.ready-test
-	$(BIN)/python -m pytest -q -m load tests/test_serve_load.py
+	$(BIN)/python -m pytest -q -m load tests/serve
 
 ray-test: $(VENV)/.ready-test $(VENV)/.ready-serve-ray
 	$(BIN)/python -m pytest -q -m ray tests

@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.material import EPSILON, SIGMA, cifar10, network
 from benchmarks.timing import Options, beside, in_turn
-from holdfast.attacks import NoisyModel, pgd
-from holdfast.noise import Stream
+from keepcover.attacks import NoisyModel, pgd
+from keepcover.noise import Stream
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -41,5 +41,7 @@ def measure(options: Options) -> dict[str, Any]:
     sizes = {"images": count, "draws": draws, "steps": steps, "depth": options.pick(8, 20, 110)}
     # The attack also evaluates its last iterate: one more forward pass, a third of a step.
     per_second = total * steps / statistics.median(times["attack"])
-    row = beside("attack", times["attack"], "bare forward and backward", times["bare"], sizes, noisy_images_per_second=per_second)  # fmt: skip
+    row = beside(
+        "attack", times["attack"], "bare forward and backward", times["bare"], sizes, noisy_images_per_second=per_second
+    )
     return {"rows": [row]}

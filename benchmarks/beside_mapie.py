@@ -2,7 +2,7 @@
 
 Timed on both sides: from probabilities of calibration and test points in memory to the boolean sets of the test points.
 MAPIE is given a stand-in classifier that hands out the stored probabilities, so no model runs there; it also validates its
-inputs and returns point predictions. Two ways of holdfast, which validate theirs as well: ``split_conformal``, made for
+inputs and returns point predictions. Two ways of keepcover, which validate theirs as well: ``split_conformal``, made for
 stored probabilities, and the whole way through ``calibrate`` and ``predict``, which is made for networks under noise and
 checks images, range and logits on the way.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.material import ALPHA
 from benchmarks.timing import Options, SkippedError, beside, goal, in_turn
-from holdfast import calibrate, conformal_quantile, split_conformal
+from keepcover import Smoother, calibrate, conformal_quantile, split_conformal
 
 
 def split_sets(calibration: Tensor, labels: Tensor, test: Tensor) -> Tensor:
@@ -27,9 +27,8 @@ def split_sets(calibration: Tensor, labels: Tensor, test: Tensor) -> Tensor:
 
 def predictor_sets(calibration: Tensor, labels: Tensor, test: Tensor) -> Tensor:
     """The same through the interface for networks; the "network" is the logarithm."""
-    predictor = calibrate(
-        torch.log, (calibration, labels), epsilon=0.0, sigma=0.0, alpha=ALPHA, method="cp", draws=1, progress=False
-    )
+    engine = Smoother(torch.log, 0.0, progress=False)
+    predictor = calibrate(engine, (calibration, labels), epsilon=0.0, alpha=ALPHA, method="cp", draws=1)
     return predictor.predict(test).mask
 
 

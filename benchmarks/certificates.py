@@ -11,25 +11,26 @@ from scipy.stats import binom
 
 from benchmarks.material import ALPHA
 from benchmarks.timing import Options, alone, grown, seconds
-from holdfast.bounds import hull_level, majorant
+from keepcover.bounds import Counts, hull_level, majorant
+from keepcover.noise import Gaussian, Threat
 
 # Both remember what they have computed, so every run asks for a slightly different attack.
 _ATTACKS = itertools.count()
 
 
-def _attack() -> float:
-    return 0.5 + 1e-7 * next(_ATTACKS)
+def _counts(draws: int) -> Counts:
+    return Counts(Threat(Gaussian(1.0), 0.5 + 1e-7 * next(_ATTACKS)), draws, draws)
 
 
 def one_level(draws: int) -> float:
     """alpha' of the rule that lets a quarter of the draws exceed."""
-    return hull_level(draws, draws // 4, draws, draws // 4, _attack(), ALPHA)
+    return hull_level(_counts(draws), draws // 4, draws // 4, ALPHA)
 
 
 def one_majorant(draws: int) -> float:
     """The cheapest majorant for a holdout most of whose points never exceed."""
     shares = binom.pmf(np.arange(draws + 1), draws, 0.05)
-    return majorant(0.9 * shares + 0.1 / (draws + 1), draws, draws // 4, _attack())[1]
+    return majorant(0.9 * shares + 0.1 / (draws + 1), _counts(draws), draws // 4)[1]
 
 
 def measure(options: Options) -> dict[str, Any]:

@@ -9,17 +9,17 @@ from torch import Tensor, nn
 
 from benchmarks.material import ALPHA, EPSILON, SIGMA, cifar10, network, smoother
 from benchmarks.timing import Options, Row, SkippedError, beside, in_turn
-from holdfast import Predictor, Smoother, calibrate
-from holdfast.errors import InputError
-from holdfast.models import SmallCNN
-from holdfast.training.noise import fit_under_noise
+from keepcover import Predictor, Smoother, calibrate
+from keepcover.errors import InputError
+from keepcover.models import SmallCNN
+from keepcover.training.noise import fit_under_noise
 
 Parts = tuple[tuple[Tensor, Tensor], Tensor]
 
 
 def _digits(options: Options) -> tuple[nn.Module, Parts, str]:
     """A small network trained under noise, for machines without CIFAR-10 or a GPU."""
-    from holdfast.datasets import digits
+    from keepcover.data import digits
 
     try:
         data = digits()
@@ -50,16 +50,12 @@ def _rows(predictor: Predictor, test: Tensor, draws: int, options: Options, sour
         options.repeats,
         options.device,
     )
-    sizes = {
-        "images": len(test),
-        "draws": draws,
-        "data": source,
-        "rule": type(predictor.levels[ALPHA, EPSILON].rule).name,
-    }
+    sizes = {"images": len(test), "draws": draws, "data": source, "rule": predictor.rule.name}
     more = {
-        "mean_draws": float(used.double().mean()), "share_of_draws": float(used.double().mean()) / draws,
+        "mean_draws": float(used.double().mean()),
+        "share_of_draws": float(used.double().mean()) / draws,
         "labels_decided_otherwise": int((full.mask != early.mask).sum()),
-    }  # fmt: skip
+    }
     return [beside(f"early exit, {draws} draws", times["early"], "all draws", times["full"], sizes, **more)]
 
 

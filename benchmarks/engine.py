@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from benchmarks.material import HOLDOUT, FourScores, cifar10, logits_like_a_network, network, numerics, smoother
 from benchmarks.timing import Options, Row, Work, beside, goal, in_turn
-from holdfast.models import ResNet50
-from holdfast.noise import Stream
-from holdfast.smoothing import timed_algorithms
+from keepcover.engine.smoother import timed_algorithms
+from keepcover.models import ResNet50
+from keepcover.noise import Stream
 
 
 def bare_forward(
@@ -71,9 +71,13 @@ def _rows(
     per_second = images * draws / (sum(times["engine"]) / len(times["engine"]))
     what = f"{name}, {classes} classes"
     whole = beside(
-        f"engine, four scores, {what}", times["engine"], "bare forward", times["bare"], sizes,
+        f"engine, four scores, {what}",
+        times["engine"],
+        "bare forward",
+        times["bare"],
+        sizes,
         noisy_images_per_second=per_second,
-    )  # fmt: skip
+    )
     alone = beside(f"noise alone, {what}", times["noise"], "bare forward", times["bare"], sizes)
     if not options.quick:
         alone = goal(alone, at_most=0.01 if options.gpu else 0.05)

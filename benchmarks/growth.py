@@ -21,9 +21,9 @@ from torch import nn
 from benchmarks.material import EPSILON, HOLDOUT, SIGMA, FourScores, logits_like_a_network
 from benchmarks.score_statistics import reduced
 from benchmarks.timing import Options, Row, goal, grown, seconds
-from holdfast.experiments.streaming import Question, evaluate_streaming
-from holdfast.noise import Stream
-from holdfast.smoothing import Smoother
+from keepcover.engine.smoother import Smoother
+from keepcover.evaluation import Network, evaluate
+from keepcover.noise import Stream
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGENET = {"images": 50_000, "draws": 256, "classes": 1000}
@@ -83,8 +83,11 @@ def peak_bytes(n: int, draws: int, classes: int, holdout: int) -> int:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.growth", *map(str, (n, draws, classes, holdout))],
-        capture_output=True, text=True, check=True, env=environment,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
     return int(done.stdout)
 
 
@@ -92,8 +95,8 @@ def evaluate_once(n: int, draws: int, classes: int, holdout: int) -> int:
     """What the fresh process does."""
     generator = torch.Generator().manual_seed(0)
     data = torch.rand(n, 3, 2, 2, generator=generator), torch.randint(classes, (n,), generator=generator)
-    questions = Question(epsilon=EPSILON, methods=METHODS, transforms=("none",))
-    evaluate_streaming(cheap(classes), data, questions, draws=draws, splits=2, holdout=holdout)
+    source = Network(cheap(classes), data, draws, Stream(0, "test"))
+    evaluate(source, epsilon=EPSILON, methods=METHODS, transforms=("none",), splits=2, holdout=holdout)
     return peak_memory()
 
 
@@ -124,10 +127,14 @@ def _flat(options: Options) -> Row:
     found = {n: _timed_peak(n, draws, classes, holdout) for n in many}
     slope = np.polyfit(list(found), [peak for peak, _ in found.values()], 1)[0]
     return _row(
-        "streaming evaluation, peak memory", {"draws": draws, "classes": classes, "holdout": holdout, "images": list(found)},
-        found[max(found)][1], peaks=[[f"{n} images", peak] for n, (peak, _) in found.items()], bytes_per_image=float(slope),
-        kept_per_image=KEPT * classes, logits_per_image=4 * draws * classes,
-    )  # fmt: skip
+        "streaming evaluation, peak memory",
+        {"draws": draws, "classes": classes, "holdout": holdout, "images": list(found)},
+        found[max(found)][1],
+        peaks=[[f"{n} images", peak] for n, (peak, _) in found.items()],
+        bytes_per_image=float(slope),
+        kept_per_image=KEPT * classes,
+        logits_per_image=4 * draws * classes,
+    )
 
 
 def _imagenet() -> Row:
@@ -141,9 +148,12 @@ def _imagenet() -> Row:
     few, many = (peak_bytes(n, 4, classes, HOLDOUT) for n in (1280, images))
     peaks = [[f"1280 images, {draws} draws", slice_], ["1280, 4", few], [f"{images}, 4", many]]
     row = _row(
-        "streaming ImageNet, peak memory", {**IMAGENET, "holdout": HOLDOUT}, took, peaks=peaks,
+        "streaming ImageNet, peak memory",
+        {**IMAGENET, "holdout": HOLDOUT},
+        took,
+        peaks=peaks,
         predicted_GB=(slice_ + many - few) / 1e9,
-    )  # fmt: skip
+    )
     return goal(row, at_most=4, of="predicted_GB")
 
 

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.timing import Options
-from holdfast.draws import Draws
-from holdfast.inputs import Batch
-from holdfast.models import CifarResNet, last_linear
-from holdfast.models.checkpoints import load_weights
-from holdfast.noise import Stream
-from holdfast.scores import aps, hps
-from holdfast.smoothing import Smoother
-from holdfast.transforms import PTT
+from keepcover.engine.inputs import Batch
+from keepcover.engine.smoother import Smoother
+from keepcover.models import CifarResNet, last_linear
+from keepcover.models.checkpoints import load_weights
+from keepcover.noise import Stream
+from keepcover.scores import PTT, Draws, Steps, aps, hps
 
 SIGMA, EPSILON, ALPHA, HOLDOUT = 0.25, 0.125, 0.1, 500
 WEIGHTS = "cifar10-resnet110-sigma0.25"
@@ -39,8 +37,8 @@ class FourScores:
     ``ptt`` off leaves the transformed two out.
     """
 
-    hps: PTT
-    aps: PTT
+    hps: Steps
+    aps: Steps
     stream: Stream
     ptt: bool = True
 
@@ -50,7 +48,8 @@ class FourScores:
         rows = torch.arange(len(labels), device=logits.device)
         first, true = logits[:, 0], labels.to(logits.device)
         u = stream.uniform(rows, "aps").to(first.dtype)
-        return cls(PTT.fit(hps(first)[rows, true], ALPHA), PTT.fit(aps(first, u)[rows, true], ALPHA), stream, ptt)
+        fit = PTT().fit
+        return cls(fit(hps(first)[rows, true], ALPHA), fit(aps(first, u)[rows, true], ALPHA), stream, ptt)
 
     def __call__(self, batch: Batch, logits: Tensor) -> Tensor:
         """[images, statistics, classes]; statistics are mean and variance of HPS, PTT-HPS, APS, PTT-APS."""
@@ -94,7 +93,7 @@ def smoother(model: nn.Module, options: Options, batch_size: int) -> Smoother:
 def cifar10(options: Options, n: int) -> tuple[Tensor, Tensor, str]:
     """The first n test images with labels and where they come from; random ones where there are no data."""
     if options.data is not None:
-        from holdfast.datasets import cifar
+        from keepcover.data import cifar
 
         images, labels = cifar("cifar10", options.data)[:n].pair
         return images, labels, "CIFAR-10 test"

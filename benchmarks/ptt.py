@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.material import HOLDOUT, FourScores, cifar10, logits_like_a_network, network, smoother
 from benchmarks.timing import Options, Work, beside, in_turn
-from holdfast.noise import Stream
+from keepcover.noise import Stream
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -31,8 +31,11 @@ def measure(options: Options) -> dict[str, Any]:
         "rows": [
             beside(f"smoothing, {name}", times["ptt"], other, times["plain"], sizes, paper="about 1.1"),
             beside(
-                f"without the network, {name}", times["ptt, alone"], other, times["plain, alone"],
+                f"without the network, {name}",
+                times["ptt, alone"],
+                other,
+                times["plain, alone"],
                 {**sizes, "images": len(logits)},
             ),
         ]
-    }  # fmt: skip
+    }

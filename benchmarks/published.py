@@ -41,9 +41,9 @@ from benchmarks.material import (
     smoother,
 )
 from benchmarks.timing import Options, Work, beside, goal, in_turn
-from holdfast import Predictor, Smoother, calibrate
-from holdfast.errors import HoldfastWarning
-from holdfast.noise import Stream
+from keepcover import Predictor, Smoother, calibrate
+from keepcover.errors import KeepcoverWarning
+from keepcover.noise import Stream
 
 BETA = 0.001
 BATCH = 1024  # noisy images
@@ -129,7 +129,7 @@ def rendered(model: nn.Module, holdout: Mapping[str, list[float]], device: str =
 
 
 def holdout_scores(ours: FourScores) -> dict[str, list[float]]:
-    return {"HPS": ours.hps.holdout.tolist(), "APS": ours.aps.holdout.tolist()}
+    return {"HPS": ours.hps.reference.tolist(), "APS": ours.aps.reference.tolist()}
 
 
 def largest_difference(images: int = 16, draws: int = 32, classes: int = 10) -> float:
@@ -197,13 +197,21 @@ def _predictor(options: Options, engine: Smoother, draws: int, **more: Any) -> t
             labels = torch.cat(
                 [engine.model(part.to(options.device)).argmax(dim=1).cpu() for part in images.split(256)]
             )
-    (holdout, calibration, test), (held_labels, known, truth) = (part.split([held, points, many]) for part in (images, labels))  # fmt: skip
+    (holdout, calibration, test), (held_labels, known, truth) = (
+        part.split([held, points, many]) for part in (images, labels)
+    )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HoldfastWarning)  # untrained networks have large sets
+        warnings.simplefilter("ignore", KeepcoverWarning)  # untrained networks have large sets
         predictor = calibrate(
-            engine, (calibration, known), holdout=(holdout, held_labels), epsilon=EPSILON, alpha=ALPHA, draws=draws, seed=0,
+            engine,
+            (calibration, known),
+            holdout=(holdout, held_labels),
+            epsilon=EPSILON,
+            alpha=ALPHA,
+            draws=draws,
+            seed=0,
             **more,
-        )  # fmt: skip
+        )
     return predictor, test, truth, source
 
 
@@ -212,10 +220,10 @@ def _mean_sets(options: Options, engine: Smoother, predictor: Predictor, test: T
 
     The latter from our engine, which computes the same statistics (``largest_difference``); the better of two scores.
     """
-    found = predictor.predict(test, seed=1).evaluate(truth)
+    found = predictor.predict(test, seed=1).measure(truth)
     sizes = {}
     for score in ("hps", "aps"):
-        other, *_ = _predictor(options, engine, 256, method="rscp_plus_bernstein", transform="ptt", score=score)
+        other, *_ = _predictor(options, engine, 256, method="rscp_plus_bernstein", score=score)
         sizes[score] = float(other.predict(test, seed=1).size.double().mean())
     return {"mean_set": found.size, "coverage": found.coverage.mean, "published_mean_set": min(sizes.values())}
 
@@ -250,27 +258,47 @@ def measure(options: Options) -> dict[str, Any]:
             options.device,
         )
     sizes = {
-        "draws": draws, "classes": 10, "images": many, "published_images": few, "published_batch": BATCH, "batch": batch,
+        "draws": draws,
+        "classes": 10,
+        "images": many,
+        "published_images": few,
+        "published_batch": BATCH,
+        "batch": batch,
         "depth": depth,
-    }  # fmt: skip
+    }
     name, published = f"published pipeline, {draws} draws", times["published"]
     what, per = f"engine, four scores, {draws} draws", {"inverse": True, "unit": "image"}
     equal = beside(
         what, times["ours"], name, published, sizes, many, few, **per, largest_difference=largest_difference()
     )
     kinder = beside(
-        what, times["ours"], f"published pipeline made lean, {draws} draws", times["lean"],
-        {**sizes, "published_batch": best * draws}, many, few, **per,
-    )  # fmt: skip
+        what,
+        times["ours"],
+        f"published pipeline made lean, {draws} draws",
+        times["lean"],
+        {**sizes, "published_batch": best * draws},
+        many,
+        few,
+        **per,
+    )
     for row in (equal, kinder):
-        row |= {f"{whose}noisy_images_per_second": draws / row[f"{side}seconds"] for whose, side in (("", ""), ("published_", "baseline_"))}  # fmt: skip
+        row |= {
+            f"{whose}noisy_images_per_second": draws / row[f"{side}seconds"]
+            for whose, side in (("", ""), ("published_", "baseline_"))
+        }
     host = beside(
         "published pipeline, all but noise and network", times["host"], name, published, sizes, few, few, unit="image"
     )
     certified = beside(
-        "certified set, 16 draws", times["set"], name, published, {**sizes, "draws": 16, "images": len(test), "data": source},
-        len(test), few, **per,
-    )  # fmt: skip
+        "certified set, 16 draws",
+        times["set"],
+        name,
+        published,
+        {**sizes, "draws": 16, "images": len(test), "data": source},
+        len(test),
+        few,
+        **per,
+    )
     if real:
         equal, certified = goal(equal, at_least=15), goal(certified, at_least=200)
         if options.data is not None:

@@ -12,7 +12,7 @@ from benchmarks.timing import Options, Row, SkippedError, beside
 
 
 def measure(options: Options) -> dict[str, Any]:
-    needs = {"ray": "Ray: pip install '.[ray]'", "holdfast.engines": "holdfast with its cluster engine"}
+    needs = {"ray": "Ray: pip install '.[ray]'", "keepcover.store.cluster": "keepcover with its cluster engine"}
     for module, what in needs.items():
         if importlib.util.find_spec(module) is None:
             raise SkippedError(f"needs {what}")
@@ -27,9 +27,15 @@ def measure(options: Options) -> dict[str, Any]:
     def row(name: str, other: str) -> Row:
         steady = "steady_noisy_images_per_second"
         return beside(
-            f"store filled by {name}", [runs[name]["seconds"]], f"by {other}", [runs[other]["seconds"]], sizes, inverse=True,
+            f"store filled by {name}",
+            [runs[name]["seconds"]],
+            f"by {other}",
+            [runs[other]["seconds"]],
+            sizes,
+            inverse=True,
             noisy_images_per_second=runs[name]["noisy_images_per_second"],
-            steady_ratio=runs[name][steady] / runs[other][steady], stores_equal=found["stores_equal"],
-        )  # fmt: skip
+            steady_ratio=runs[name][steady] / runs[other][steady],
+            stores_equal=found["stores_equal"],
+        )
 
     return {"rows": [row("2 workers", "1 worker"), row("1 worker", "local")]}

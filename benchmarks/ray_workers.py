@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from holdfast.engines import Cluster
-from holdfast.engines.ray import connected, fill
-from holdfast.experiments.manifest import manifest, write_results
-from holdfast.models import CifarResNet
-from holdfast.smoothing import Smoother
-from holdfast.store import LogitStore, StoreKey
+from keepcover.engine.smoother import Smoother
+from keepcover.evaluation.manifest import manifest, write_results
+from keepcover.models import CifarResNet
+from keepcover.store import LogitStore, StoreKey
+from keepcover.store.cluster import Cluster
+from keepcover.store.cluster.ray import connected, fill
 
 
 def measure(
@@ -62,19 +62,29 @@ def measure(
             total = images * draws
             left = (total - 2 * draws) / (seconds - first[0])
             found[name] = {
-                "seconds": seconds, "first_chunk_seconds": first[0], "noisy_images_per_second": total / seconds,
-                "steady_noisy_images_per_second": left, "workers": getattr(done, "workers", 0),
-            }  # fmt: skip
+                "seconds": seconds,
+                "first_chunk_seconds": first[0],
+                "noisy_images_per_second": total / seconds,
+                "steady_noisy_images_per_second": left,
+                "workers": getattr(done, "workers", 0),
+            }
             files[name] = {path.name: path.read_bytes() for path in store.folder.iterdir()}
     ratios = {
         f"{name} / local{kind}": row[field] / found["local"][field]
-        for name, row in found.items() if name != "local"
+        for name, row in found.items()
+        if name != "local"
         for kind, field in (("", "noisy_images_per_second"), (", steady", "steady_noisy_images_per_second"))
-    }  # fmt: skip
+    }
     return {
-        "depth": depth, "images": images, "draws": draws, "device": device, "cores": os.cpu_count(), "runs": found,
-        "ratios": ratios, "stores_equal": all(content == files["local"] for content in files.values()),
-    }  # fmt: skip
+        "depth": depth,
+        "images": images,
+        "draws": draws,
+        "device": device,
+        "cores": os.cpu_count(),
+        "runs": found,
+        "ratios": ratios,
+        "stores_equal": all(content == files["local"] for content in files.values()),
+    }
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ if not __package__:  # run as a script, Python looks for modules beside it first
 
 from benchmarks.table import as_text  # noqa: E402
 from benchmarks.timing import Options, Row, SkippedError  # noqa: E402
-from holdfast.experiments.manifest import manifest, write_results  # noqa: E402
+from keepcover.evaluation.manifest import manifest, write_results  # noqa: E402
 
 MEASUREMENTS = {
     "engine": "benchmarks.engine",
@@ -42,6 +42,7 @@ MEASUREMENTS = {
     "ray": "benchmarks.ray_cluster",
     "growth": "benchmarks.growth",
     "attack": "benchmarks.attack",
+    "importing": "benchmarks.importing",
 }
 ON_A_GPU = ("engine", "published", "ptt", "early_exit", "attack")  # the others do not run a network on it
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from benchmarks.material import EPSILON, HOLDOUT, SIGMA, FourScores, logits_like_a_network
 from benchmarks.timing import Options, alone, beside, goal, in_turn
-from holdfast.experiments.splits import evaluate_methods
-from holdfast.noise import Stream
+from keepcover.evaluation import evaluate
+from keepcover.noise import Stream
 
 CHUNK = 2**18  # logits at a time: a few of these fit into a core's cache
 
@@ -46,9 +46,7 @@ def measure(options: Options) -> dict[str, Any]:
     ]
 
     def all_methods(score: str) -> None:
-        evaluate_methods(
-            half, labels, sigma=SIGMA, epsilon=EPSILON, score=score, splits=splits, holdout=holdout, beta=0.001
-        )  # fmt: skip
+        evaluate(half, labels, sigma=SIGMA, epsilon=EPSILON, score=score, splits=splits, holdout=holdout)
 
     both = in_turn(
         {"hps": lambda: all_methods("hps"), "aps": lambda: all_methods("aps")}, options.pick(1, 2), warm_up=0

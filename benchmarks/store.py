@@ -16,8 +16,8 @@ from torch import nn
 
 from benchmarks.material import logits_like_a_network
 from benchmarks.timing import Options, beside, in_turn
-from holdfast.smoothing import Smoother
-from holdfast.store import LogitStore, StoreKey
+from keepcover.engine.smoother import Smoother
+from keepcover.store import LogitStore, StoreKey
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -33,7 +33,10 @@ def measure(options: Options) -> dict[str, Any]:
         plain.mkdir()
         store = LogitStore.open(root, key, draws=draws, progress=False)
         chunks = store.missing(draws)
-        parts = [half[chunk.rows.start : chunk.rows.stop, chunk.draws.start : chunk.draws.stop].contiguous() for chunk in chunks]  # fmt: skip
+        parts = [
+            half[chunk.rows.start : chunk.rows.stop, chunk.draws.start : chunk.draws.stop].contiguous()
+            for chunk in chunks
+        ]
 
         def write() -> None:
             fresh = LogitStore.open(root, key, draws=draws, restart=True, progress=False)

@@ -68,9 +68,13 @@ def cells(row: Row) -> list[str]:
     held = f"{row['goal']}: {'met' if row['met'] else 'missed'}" if "goal" in row else ""
     other = duration(row["baseline_seconds"])
     return [
-        row["name"] + _extra(row), duration(row["seconds"]) + per, row["baseline"] or "", other + (per if other else ""),
-        _ratio(row), held,
-    ]  # fmt: skip
+        row["name"] + _extra(row),
+        duration(row["seconds"]) + per,
+        row["baseline"] or "",
+        other + (per if other else ""),
+        _ratio(row),
+        held,
+    ]
 
 
 def as_text(rows: Sequence[Row]) -> str:

@@ -84,15 +84,28 @@ def in_turn(sides: Mapping[str, Work], repeats: int, device: str = "cpu", warm_u
 def alone(name: str, times: Sequence[float], sizes: dict[str, Any], **more: Any) -> Row:
     """A row of something that has nothing beside it: seconds, and the range they lay in."""
     return {
-        "name": name, "seconds": statistics.median(times), "baseline": None, "baseline_seconds": None, "ratio": None,
-        "spread": [min(times), max(times)], "sizes": sizes, **more,
-    }  # fmt: skip
+        "name": name,
+        "seconds": statistics.median(times),
+        "baseline": None,
+        "baseline_seconds": None,
+        "ratio": None,
+        "spread": [min(times), max(times)],
+        "sizes": sizes,
+        **more,
+    }
 
 
 def beside(
-    name: str, times: Sequence[float], baseline: str, other: Sequence[float], sizes: dict[str, Any],
-    work: float = 1.0, other_work: float = 1.0, inverse: bool = False, **more: Any,
-) -> Row:  # fmt: skip
+    name: str,
+    times: Sequence[float],
+    baseline: str,
+    other: Sequence[float],
+    sizes: dict[str, Any],
+    work: float = 1.0,
+    other_work: float = 1.0,
+    inverse: bool = False,
+    **more: Any,
+) -> Row:
     """A row of two sides: medians, the median ratio of neighbouring runs and its range.
 
     Args:
@@ -105,10 +118,16 @@ def beside(
     mine, theirs = [t / work for t in times], [t / other_work for t in other]
     ratios = [b / a if inverse else a / b for a, b in zip(mine, theirs, strict=True)]
     return {
-        "name": name, "seconds": statistics.median(mine), "baseline": baseline,
-        "baseline_seconds": statistics.median(theirs), "ratio": statistics.median(ratios),
-        "spread": [min(ratios), max(ratios)], "sizes": sizes, **({"inverse": True} if inverse else {}), **more,
-    }  # fmt: skip
+        "name": name,
+        "seconds": statistics.median(mine),
+        "baseline": baseline,
+        "baseline_seconds": statistics.median(theirs),
+        "ratio": statistics.median(ratios),
+        "spread": [min(ratios), max(ratios)],
+        "sizes": sizes,
+        **({"inverse": True} if inverse else {}),
+        **more,
+    }
 
 
 def goal(row: Row, *, at_most: float | None = None, at_least: float | None = None, of: str = "ratio") -> Row:
@@ -153,8 +172,16 @@ def grown(name: str, variable: str, points: Mapping[int, Sequence[float]], sizes
     pairs = [(size, one) for size, times in points.items() for one in times]
     found = fit_exponent([size for size, _ in pairs], [one for _, one in pairs])
     return {
-        "name": name, "seconds": statistics.median(points[max(points)]), "baseline": None, "baseline_seconds": None,
-        "ratio": None, "spread": None, "sizes": {**sizes, variable: list(points)}, "variable": variable,
-        "exponent": found.exponent, "interval": [found.low, found.high],
-        "points": [[size, statistics.median(times)] for size, times in points.items()], **more,
-    }  # fmt: skip
+        "name": name,
+        "seconds": statistics.median(points[max(points)]),
+        "baseline": None,
+        "baseline_seconds": None,
+        "ratio": None,
+        "spread": None,
+        "sizes": {**sizes, variable: list(points)},
+        "variable": variable,
+        "exponent": found.exponent,
+        "interval": [found.low, found.high],
+        "points": [[size, statistics.median(times)] for size, times in points.items()],
+        **more,
+    }

@@ -1,12 +1,12 @@
-"""Audit a predictor with somebody else's attack: foolbox or torchattacks where installed, a home-made one otherwise."""
+"""Audit a predictor with an attack from another library: foolbox or torchattacks where installed, a home-made one otherwise."""
 
 import torch
 from torch import Tensor, nn
 
-import holdfast
-from holdfast.datasets import digits
-from holdfast.models import SmallCNN
-from holdfast.training import fit_under_noise
+import keepcover
+from keepcover.data import digits
+from keepcover.models import SmallCNN
+from keepcover.training import fit_under_noise
 
 SIGMA, EPSILON = 0.5, 0.5
 
@@ -61,5 +61,5 @@ def available() -> dict:
 torch.manual_seed(0)
 train, calibration, test = digits().split(800, 500, 100)
 model = fit_under_noise(SmallCNN(), *train.pair, sigma=SIGMA)
-predictor = holdfast.calibrate(model, calibration.pair, epsilon=EPSILON, sigma=SIGMA, draws=8)
-print(holdfast.audit(predictor, test.pair, attacks=available()))
+predictor = keepcover.calibrate(model, calibration.pair, epsilon=EPSILON, sigma=SIGMA, draws=8)
+print(keepcover.audit(predictor, test.pair, attacks=available()))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-import holdfast
+import keepcover
 
 # The "image" is a vector whose mean is the target in [0, 1]; the classifier votes for one of 20 bins of it.
 BINS = 20
@@ -27,10 +27,15 @@ targets = torch.rand(2000)
 inputs = (targets[:, None] + 0.3 * torch.randn(2000, 64)).view(-1, 1, 8, 8).clamp(-0.7, 1.7)
 labels = (targets * BINS).long().clamp_max(BINS - 1)
 
-predictor = holdfast.calibrate(
-    Binned(), (inputs[:1500], labels[:1500]), epsilon=0.25, sigma=0.25, score=distance, fingerprint="binned-mean-v1",
+predictor = keepcover.calibrate(
+    Binned(),
+    (inputs[:1500], labels[:1500]),
+    epsilon=0.25,
+    sigma=0.25,
+    score=distance,
+    fingerprint="binned-mean-v1",
     class_names=[f"{c:.3f}" for c in centres],
-)  # fmt: skip
+)
 sets = predictor.predict(inputs[1500:])
 print(sets)
-print(sets.evaluate(labels[1500:]))
+print(sets.measure(labels[1500:]))

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
-import holdfast
-from holdfast.adapters import from_hugging_face
-from holdfast.datasets import Labelled, digits, image_folder
-from holdfast.training import fit_under_noise
+import keepcover
+from keepcover.adapters import from_hugging_face
+from keepcover.data import Labelled, digits, image_folder
+from keepcover.training import fit_under_noise
 
 SIGMA, EPSILON = 0.25, 0.125
 
@@ -25,9 +25,16 @@ SIGMA, EPSILON = 0.25, 0.125
 def save_tiny_model(folder: Path, names: tuple[str, ...]) -> None:
     """What a folder from the Hugging Face Hub looks like: config.json, model.safetensors, preprocessor_config.json."""
     config = ViTConfig(
-        image_size=8, patch_size=2, num_channels=3, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128,
-        id2label=dict(enumerate(names)), label2id={name: k for k, name in enumerate(names)},
-    )  # fmt: skip
+        image_size=8,
+        patch_size=2,
+        num_channels=3,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=128,
+        id2label=dict(enumerate(names)),
+        label2id={name: k for k, name in enumerate(names)},
+    )
     ViTForImageClassification(config).save_pretrained(folder)
     ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(folder)
 
@@ -52,16 +59,16 @@ train, calibration, test = data.split(len(data) // 2, len(data) // 3, -1)
 
 # As it comes, a classifier has never seen noise: its sets are valid and useless, and calibrate says so.
 with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always", holdfast.HoldfastWarning)
-    before = holdfast.calibrate(model, calibration.pair, epsilon=EPSILON, sigma=SIGMA, draws=4, seed=0)
+    warnings.simplefilter("always", keepcover.KeepcoverWarning)
+    before = keepcover.calibrate(model, calibration.pair, epsilon=EPSILON, sigma=SIGMA, draws=4, seed=0)
 for warning in caught:
     print(f"warning: {warning.message}")
-print("before fine-tuning:", before.predict(test.images).evaluate(test.labels))
+print("before fine-tuning:", before.predict(test.images).measure(test.labels))
 
 fit_under_noise(model, *train.pair, sigma=SIGMA, epochs=60)
-predictor = holdfast.calibrate(
+predictor = keepcover.calibrate(
     model, calibration.pair, alpha=0.1, epsilon=EPSILON, sigma=SIGMA, draws=4, class_names=model.class_names
 )
 sets = predictor.predict(test.images)
 print(sets.guarantee)
-print("after fine-tuning: ", sets.evaluate(test.labels))
+print("after fine-tuning: ", sets.measure(test.labels))

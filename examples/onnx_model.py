@@ -1,16 +1,16 @@
-"""An ONNX file from calibration to audit: onnxruntime runs the model, holdfast brings the sets and the promise."""
+"""An ONNX file from calibration to audit: onnxruntime runs the model, keepcover brings the sets and the promise."""
 
 import tempfile
 from pathlib import Path
 
 import torch
 
-import holdfast
-from holdfast.adapters import OnnxClassifier
-from holdfast.attacks import transfer
-from holdfast.datasets import digits
-from holdfast.models import SmallCNN
-from holdfast.training import fit_under_noise
+import keepcover
+from keepcover.adapters import OnnxClassifier
+from keepcover.attacks import transfer
+from keepcover.data import digits
+from keepcover.models import SmallCNN
+from keepcover.training import fit_under_noise
 
 SIGMA, EPSILON = 0.25, 0.125
 
@@ -24,18 +24,18 @@ with tempfile.TemporaryDirectory() as folder:
         network, (test.images[:2],), path, dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), verbose=False
     )  # any other exporter will do
     model = OnnxClassifier(path)
-    predictor = holdfast.calibrate(
+    predictor = keepcover.calibrate(
         model, calibration.pair, alpha=0.1, epsilon=EPSILON, sigma=SIGMA, class_names=train.class_names
     )
     predictor.save(Path(folder) / "predictor.safetensors")
 
     # Elsewhere, later: the same file, or the predictor refuses it.
-    again = holdfast.load(Path(folder) / "predictor.safetensors", OnnxClassifier(path))
+    again = keepcover.load(Path(folder) / "predictor.safetensors", OnnxClassifier(path))
     print(again.guarantee)
     sets = again.predict(test.images)
     print(sets)
-    print(sets.evaluate(test.labels))
+    print(sets.measure(test.labels))
 
     # No gradients come out of onnxruntime: search by queries, and transfer from the network we happen to have.
     attacks = {"queries": "random", "transfer": transfer(network, SIGMA, draws=8)}
-    print(holdfast.audit(again, test[:100].pair, attacks=attacks, steps=20, draws=8))
+    print(keepcover.audit(again, test[:100].pair, attacks=attacks, steps=20, draws=8))

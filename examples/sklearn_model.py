@@ -6,8 +6,8 @@ from sklearn.ensemble import RandomForestClassifier
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 
-import holdfast
-from holdfast.adapters.sklearn import RobustSetClassifier
+import keepcover
+from keepcover.adapters.sklearn import RobustSetClassifier
 
 # Features on one scale first: epsilon is one L2 length over all of them, here in standard deviations. The scale comes
 # from rows of its own, since rows that calibrate must be as new to everything fitted as a query is.
@@ -29,6 +29,6 @@ for row, truth in list(zip(mask, y_test, strict=True))[:5]:
 covered = mask[np.arange(len(y_test)), y_test].mean()
 print(f"coverage {covered:.2f}, mean size {mask.sum(axis=1).mean():.2f} of 3")
 
-# The same predictor in holdfast's own vocabulary: saving, auditing.
-report = holdfast.audit(sets.predictor_, (test.astype(np.float32), y_test), attacks=["random"], steps=20, draws=8)
+# The same predictor in keepcover's own vocabulary: saving, auditing.
+report = keepcover.audit(sets.predictor_, (test.astype(np.float32), y_test), attacks=["random"], steps=20, draws=8)
 print(report)

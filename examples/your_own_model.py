@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.datasets import digits
-from holdfast.training import fit_under_noise
+import keepcover
+from keepcover.data import digits
+from keepcover.training import fit_under_noise
 
 torch.manual_seed(0)
 train, calibration, test = digits().split(800, 500, -1)
@@ -17,19 +17,19 @@ train, calibration, test = digits().split(800, 500, -1)
 model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 fit_under_noise(model, *train.pair, sigma=0.25)
 
-predictor = holdfast.calibrate(
+predictor = keepcover.calibrate(
     model, calibration.pair, alpha=0.1, epsilon=[0.125, 0.25], sigma=0.25, draws=8, class_names=train.class_names
 )
 print(predictor)
 
 sets = predictor.predict(test.images, epsilon=0.25)
 print(sets)
-print(sets.evaluate(test.labels))
+print(sets.measure(test.labels))
 
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "predictor.safetensors"
     predictor.save(path)
-    again = holdfast.load(path, model)
+    again = keepcover.load(path, model)
     print(f"loaded, {path.stat().st_size / 1024:.0f} KiB:", again.guarantee)
 
-print(holdfast.audit(predictor, test[:60].pair, steps=10, draws=8))
+print(keepcover.audit(predictor, test[:60].pair, steps=10, draws=8))

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from holdfast.cli import main
-from holdfast.errors import InputError
-from holdfast.files import check_folder, check_place, make_folder, write_atomically, write_file
+from keepcover.cli import main
+from keepcover.errors import InputError
+from keepcover.files import check_folder, check_place, make_folder, write_atomically, write_file
 
 
 def test_atomic_writes_replace(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ Row = dict[str, Any]
 Size = Callable[[Row], str]
 EXACT = ("exact, 1 draw", "exact, 4 draws", "exact, 16 draws", "exact, 64 draws", "exact, 256 draws")
 NAMES = {
-    "PTT": "`rscp_plus_hoeffding`, PTT", "PTT, Bernstein": "`rscp_plus_bernstein`, PTT", "Baseline": "`rscp_plus_hoeffding`, no PTT",
-}  # fmt: skip
+    "PTT": "`rscp_plus_hoeffding`, PTT",
+    "PTT, Bernstein": "`rscp_plus_bernstein`, PTT",
+    "Baseline": "`rscp_plus_hoeffding`, no PTT",
+}
 
 
 def rows_of(results: Path, name: str) -> list[Row]:
@@ -45,10 +47,15 @@ def methods(results: Path, size: Size) -> str:
     rows = [row for row in rows_of(results, "table1") if row["score"] == "hps" and row["row"] != "PTT + RCT"]
     ten = {row["row"]: row for row in rows if row["dataset"] == "cifar10"}
     body = [
-        [NAMES.get(name, f"`{row['method']}`"), str(row["draws"]), str(row["calibration_draws"]), size(row),
-         size(one(rows, row=name, dataset="cifar100"))]
+        [
+            NAMES.get(name, f"`{row['method']}`"),
+            str(row["draws"]),
+            str(row["calibration_draws"]),
+            size(row),
+            size(one(rows, row=name, dataset="cifar100")),
+        ]
         for name, row in sorted(ten.items(), key=lambda item: item[1]["size"]["mean"])
-    ]  # fmt: skip
+    ]
     head = ["method", "draws per query", "draws per calibration point", "CIFAR-10, of 10", "CIFAR-100, of 100"]
     return f"{table(head, body)}\n\n{facts(rows[0], f'{at(rows[0])}, HPS')}"
 

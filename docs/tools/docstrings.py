@@ -21,7 +21,7 @@ def rendered(text: str, module: str = "") -> str:
     """
 
     def link(match: re.Match[str]) -> str:
-        full = match[1] if match[1].startswith("holdfast") else f"{module}.{match[1]}"
+        full = match[1] if match[1].startswith("keepcover") else f"{module}.{match[1]}"
         return f'<autoref identifier="{full}" optional><code>{match[1]}</code></autoref>'
 
     text = ROLE.sub(link, text)

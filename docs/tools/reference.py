@@ -8,34 +8,46 @@ from types import ModuleType
 
 # Page -> modules whose public names it lists, and single names from modules that are otherwise internal.
 PAGES: dict[str, tuple[str, ...]] = {
-    "holdfast": ("holdfast",),
-    "methods": ("holdfast.methods",),
-    "scores": ("holdfast.scores",),
-    "transforms": ("holdfast.transforms",),
-    "bounds": ("holdfast.bounds",),
-    "attacks": ("holdfast.attacks",),
-    "adapters": ("holdfast.adapters", "holdfast.adapters.sklearn"),
-    "datasets": ("holdfast.datasets",),
-    "models": ("holdfast.models",),
+    "keepcover": ("keepcover",),
+    "noise": ("keepcover.noise",),
+    "scores": ("keepcover.scores",),
+    "bounds": ("keepcover.bounds",),
+    "promises": ("keepcover.promises",),
+    "tasks": ("keepcover.tasks",),
+    "methods": ("keepcover.methods",),
+    "engine": ("keepcover.engine.fingerprint:Identity",),
+    "store": ("keepcover.store",),
+    "cluster": ("keepcover.store.cluster", "keepcover.store.cluster.ray:fill"),
+    "prediction": ("keepcover.prediction",),
+    "evaluation": (
+        "keepcover.evaluation",
+        "keepcover.evaluation.plan:make_plan",
+        "keepcover.evaluation.plan:Plan",
+        "keepcover.evaluation.random_splits:random_splits",
+    ),
+    "attacks": ("keepcover.attacks",),
+    "data": ("keepcover.data",),
+    "models": ("keepcover.models",),
     "training": (
-        "holdfast.training", "holdfast.training.base:train_base", "holdfast.training.base:Recipe",
-        "holdfast.training.bank:FeatureBank", "holdfast.training.heads:train_head", "holdfast.training.heads:HeadRecipe",
-        "holdfast.training.conformal:ConfTr", "holdfast.training.conformal:RCT", "holdfast.training.conformal:ExactRCT",
+        "keepcover.training",
+        "keepcover.training.base:train_base",
+        "keepcover.training.base:Recipe",
+        "keepcover.training.bank:FeatureBank",
+        "keepcover.training.heads:train_head",
+        "keepcover.training.heads:HeadRecipe",
+        "keepcover.training.conformal:ConfTr",
+        "keepcover.training.conformal:RCT",
+        "keepcover.training.conformal:ExactRCT",
     ),
-    "noise": ("holdfast.noise:Stream", "holdfast.noise:fresh_seed"),
-    "store": ("holdfast.store",),
-    "engines": ("holdfast.engines", "holdfast.engines.ray:fill"),
-    "experiments": (
-        "holdfast.experiments.splits:evaluate_methods", "holdfast.experiments.streaming:evaluate_streaming",
-        "holdfast.experiments.streaming:Question",
-    ),
-    "report": ("holdfast.predictor_page:predictor_page", "holdfast.report:Page"),
-    "serve": ("holdfast.serve", "holdfast.serve.replicas:ray_application"),
-}  # fmt: skip
+    "adapters": ("keepcover.adapters", "keepcover.adapters.sklearn"),
+    "pages": ("keepcover.pages.predictor_page:predictor_page", "keepcover.pages.report:Page"),
+    "serve": ("keepcover.serve", "keepcover.serve.replicas:ray_application"),
+    "testing": tuple(f"keepcover.testing:check_{seam}" for seam in ("noise", "promise", "task", "method")),
+}
 # What a reader looks for first; the rest follows in the order of ``__all__``.
 FIRST = (
     "calibrate",
-    "conformalize",
+    "calibrate_outputs",
     "load",
     "Predictor",
     "split_conformal",
@@ -54,9 +66,10 @@ def public_names(module: ModuleType) -> list[str]:
     if listed is not None:
         return list(listed)
     return [
-        name for name, value in vars(module).items()
+        name
+        for name, value in vars(module).items()
         if not name.startswith("_") and callable(value) and getattr(value, "__module__", None) == module.__name__
-    ]  # fmt: skip
+    ]
 
 
 def names_of(entry: str) -> list[str]:
@@ -66,7 +79,7 @@ def names_of(entry: str) -> list[str]:
         getattr(importlib.import_module(path), single)  # a name that is gone is an error here
         return [f"{path}.{single}"]
     names = public_names(importlib.import_module(path))
-    ordered = sorted(names, key=lambda name: FIRST.index(name) if path == "holdfast" and name in FIRST else len(FIRST))
+    ordered = sorted(names, key=lambda name: FIRST.index(name) if path == "keepcover" and name in FIRST else len(FIRST))
     return [f"{path}.{name}" for name in ordered]
 
 
@@ -85,7 +98,7 @@ def reference() -> dict[str, str]:
         "",
     ]
     for page, entries in PAGES.items():
-        title = f"holdfast.{page}" if page != "holdfast" else "holdfast"
+        title = {"keepcover": "keepcover", "cluster": "keepcover.store.cluster"}.get(page, f"keepcover.{page}")
         body, also = [], []
         for full in (full for entry in entries for full in names_of(entry)):
             path, _, name = full.rpartition(".")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import norm
 
-from holdfast import plots
+from keepcover.pages import plots
 
 ALPHA, R = 0.1, 0.5  # r = epsilon / sigma, as everywhere in these pages
 CLEAN, ATTACKED, LINE = plots.CERTIFIED, plots.VANILLA, plots.INK

@@ -1,1 +1,0 @@
-"""Experiments: methods over random splits of precomputed noisy logits, and the demo."""

@@ -1,5 +1,0 @@
-"""Training under Gaussian noise: what makes a classifier useful to every certificate here."""
-
-from holdfast.training.noise import fit_under_noise
-
-__all__ = ["fit_under_noise"]

@@ -1,0 +1,65 @@
+"""Concentration: how far a Monte Carlo mean, cdf or share lies from the truth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from scipy.special import betaincinv
+
+from keepcover.errors import InputError
+
+Array = Any  # a float, an ndarray or a tensor: these formulas are elementwise
+
+
+def hoeffding(draws: int, beta: float) -> float:
+    r"""One-sided Hoeffding radius of the mean of ``draws`` values in [0, 1]: :math:`\sqrt{\ln(1/\beta) / (2N)}`.
+
+    Example:
+        >>> round(hoeffding(256, 0.001), 4)
+        0.1162
+    """
+    return float(np.sqrt(-np.log(beta) / (2 * draws)))
+
+
+def bernstein(variance: Array, draws: int, beta: float) -> Array:
+    r"""One-sided empirical Bernstein radius (Maurer & Pontil 2009), from the unbiased sample variance.
+
+    .. math:: \sqrt{2 V \ln(2/\beta) / N} + 7 \ln(2/\beta) / (3 (N - 1))
+
+    Example:
+        >>> round(bernstein(0.01, 256, 0.001), 4)
+        0.0939
+    """
+    if draws < 2:
+        raise InputError(f"the empirical Bernstein bound needs a sample variance: at least 2 draws, got {draws}")
+    log = float(np.log(2 / beta))
+    return (2 * variance * log / draws) ** 0.5 + 7 * log / (3 * (draws - 1))
+
+
+def dkw(draws: int, beta: float) -> float:
+    r"""One-sided Dvoretzky-Kiefer-Wolfowitz-Massart radius of an empirical cdf, for :math:`\beta \le 1/2`.
+
+    Example:
+        >>> dkw(100, 0.01) == hoeffding(100, 0.01)
+        True
+    """
+    if not 0 < beta <= 0.5:
+        raise InputError(f"the one-sided DKW bound holds for levels in (0, 0.5], got {beta}")
+    return hoeffding(draws, beta)
+
+
+def clopper_pearson(successes: Array, draws: int, level: float) -> tuple[Any, Any]:
+    r"""Exact two-sided interval of a binomial proportion; each side is missed with probability at most ``level / 2``.
+
+    Example:
+        >>> low, high = clopper_pearson(90, 100, 0.05)
+        >>> round(float(low), 4), round(float(high), 4)
+        (0.8238, 0.951)
+    """
+    k = np.asarray(successes, dtype=np.float64)
+    if np.any(k < 0) or np.any(k > draws):
+        raise InputError(f"expected successes between 0 and {draws}, got range [{k.min()}, {k.max()}]")
+    low = np.where(k == 0, 0.0, betaincinv(np.maximum(k, 0.5), draws - k + 1, level / 2))
+    high = np.where(k == draws, 1.0, betaincinv(k + 1, np.maximum(draws - k, 0.5), 1 - level / 2))
+    return low[()], high[()]

@@ -1,0 +1,154 @@
+r"""The majorant certificate: conformal risk control of a function of counts that dominates the attacked miss rate.
+
+Choose g nondecreasing on {0..N_cal} with :math:`E\,g(\mathrm{Bin}(N_{cal}, q)) \ge h(q)` for every q. Controlling the mean
+of g over calibration points at alpha then controls the attacked miss rate at alpha.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
+from scipy.special import expit, logit
+
+from keepcover.bounds.counts import Counts, between
+from keepcover.bounds.laws import binomial_tail
+
+# Cells of the linear program are cut where h crosses these heights, so that pairing h at the right end of a cell with
+# E g at its left end costs at most the distance between two of them: fine where alpha lives, coarser above.
+_HEIGHTS = np.concatenate(
+    [
+        np.geomspace(1e-7, 4e-4, 24),
+        np.arange(0.0005, 0.02, 0.0005),
+        np.arange(0.02, 0.2, 0.002),
+        np.arange(0.2, 1.0, 0.01),
+    ]
+)
+INCREMENT_COST = 1 / 2500  # per unit of rise: keeps g finite at counts the holdout never showed
+
+
+@lru_cache(maxsize=256)
+def _cells(counts: Counts, kappa: int, gamma: float) -> tuple[ndarray, ndarray, ndarray]:
+    """The cells' edges, P[Bin >= each breakpoint] at their left ends and h at their right ends."""
+    dense = counts.grid(finer=12)[1:-1]
+    edges = expit(np.interp(_HEIGHTS, counts.missed(kappa, dense, gamma), logit(dense)))
+    q = np.concatenate([[0.0], np.unique(edges), [1.0]])
+    return q, *_constraints(q, counts, kappa, gamma)
+
+
+def _constraints(q: ndarray, counts: Counts, kappa: int, gamma: float) -> tuple[ndarray, ndarray]:
+    steps = np.array([0, *breakpoints(counts.calibration_draws)])
+    tails = binomial_tail(counts.calibration_draws, steps[None, :], counts.seen(q[:-1])[:, None])
+    return tails, counts.missed(kappa, q[1:], gamma)
+
+
+def breakpoints(calibration_draws: int, most: int = 48) -> tuple[int, ...]:
+    """The counts at which a majorant may rise: all of them for few draws, else an even subset with both ends."""
+    return tuple(int(j) for j in np.unique(np.linspace(1, calibration_draws, min(most, calibration_draws)).round()))
+
+
+def _solve(cost: ndarray, expect: ndarray, need: ndarray) -> ndarray:
+    from scipy.optimize import linprog  # imported late: it costs more than the rest of the package together
+
+    result = linprog(cost, A_ub=-expect, b_ub=-need, bounds=(0, None), method="highs")
+    if result.status != 0:
+        raise RuntimeError(f"the majorant program did not solve: {result.message}")
+    return result.x
+
+
+def majorant(
+    weights: Float[ndarray, " counts"], counts: Counts, kappa: int, gamma: float = 0.0
+) -> tuple[Float[ndarray, " counts"], float]:
+    r"""The cheapest nondecreasing g on {0..N_cal} with :math:`E\,g(\mathrm{Bin}(N_{cal}, q)) \ge h(q)` for every q.
+
+    ``weights[j]`` is the share of holdout points whose count is j; the cost is :math:`\sum_j w_j g(j)` plus a little per
+    unit of rise. A linear program over the rises of g (HiGHS). Every q lies in a cell whose constraint pairs h at the right
+    end with E g at the left end; both increase in q, so the constraint holds on the whole cell. Tight cells are then split
+    and the program solved again.
+
+    Returns:
+        g, lifted so that every constraint holds in float64 with 1e-6 to spare, and its cost without the increments.
+
+    Example:
+        >>> from keepcover.noise import Gaussian, Threat
+        >>> g, cost = majorant(np.array([0.9, 0.1]), Counts(Threat(Gaussian(1.0), 0.0), 1, 1), kappa=0)
+        >>> g.round(1), round(cost, 1)          # no attack, one draw: g is the miss indicator itself
+        (array([0., 1.]), 0.1)
+    """
+    steps = breakpoints(counts.calibration_draws)
+    cost = np.array([weights.sum(), *(weights[j:].sum() + INCREMENT_COST for j in steps)])
+    q, expect, need = _cells(counts, kappa, gamma)
+    tight = np.flatnonzero(expect @ _solve(cost, expect, need) - need < 1e-7)
+    tight = np.clip(tight, 1, len(q) - 3)
+    q = np.unique(np.concatenate([q, between(q[tight], q[tight + 1], 8)]))
+    expect, need = _constraints(q, counts, kappa, gamma)
+    rises = np.zeros(counts.calibration_draws + 1)
+    rises[[0, *steps]] = np.maximum(_solve(cost, expect, need), 0.0)
+    rises[0] += max(0.0, float(np.max(need - expect @ rises[[0, *steps]]))) + 1e-6
+    g = rises.cumsum()
+    return g, float(weights @ g)
+
+
+@lru_cache(maxsize=256)
+def _points(counts: Counts, kappa: int, gamma: float) -> tuple[ndarray, ndarray, tuple[int, ...]]:
+    """A few q: P[Bin >= each of a few counts] and h there, unpaired."""
+    steps = breakpoints(counts.calibration_draws, most=24)
+    q = _cells(counts, kappa, gamma)[0][1:-1:4]
+    tails = binomial_tail(counts.calibration_draws, np.array([0, *steps])[None, :], counts.seen(q)[:, None])
+    return tails, counts.missed(kappa, q, gamma), steps
+
+
+def majorant_cost(weights: Float[ndarray, " counts"], counts: Counts, kappa: int, gamma: float, n: int) -> float:
+    """About what :func:`majorant` costs n calibration points: for choosing a threshold, **not** for certifying one.
+
+    Example:
+        >>> from keepcover.noise import Gaussian, Threat
+        >>> weights, counts = np.array([0.95, 0.04, 0.01]), Counts(Threat(Gaussian(1.0), 0.5), 2, 1)
+        >>> g, cost = majorant(weights, counts, kappa=0)
+        >>> abs(majorant_cost(weights, counts, 0, 0.0, n=10**6) / cost - 1) < 0.05
+        True
+    """
+    expect, need, steps = _points(counts, kappa, gamma)
+    tails = np.array([1.0, *(weights[j:].sum() for j in steps)])
+    x = _solve(tails + np.array([0.0, *[INCREMENT_COST] * len(steps)]), expect, need)
+    return float((n * tails @ x + x.sum()) / (n + 1))
+
+
+def majorant_gap(g: Any, counts: Counts, kappa: int, gamma: float = 0.0) -> float:
+    """The largest h(q) - E g(Bin(N_cal, q)) over a dense grid of q; at most zero for a valid g.
+
+    Example:
+        >>> from keepcover.noise import Gaussian, Threat
+        >>> counts = Counts(Threat(Gaussian(1.0), 0.5), 1, 1)
+        >>> g, _ = majorant(np.array([0.9, 0.1]), counts, kappa=0)
+        >>> majorant_gap(g, counts, 0) <= 0, majorant_gap(0.9 * g, counts, 0) <= 0
+        (True, False)
+    """
+    q = counts.grid(finer=6)
+    rises = np.diff(np.asarray(g), prepend=0.0)
+    at = np.flatnonzero(rises)
+    expect = binomial_tail(len(rises) - 1, at[:, None], counts.seen(q)).T @ rises[at]
+    return float(np.max(counts.missed(kappa, q, gamma) - expect))
+
+
+def is_majorant(g: Any, counts: Counts, kappa: int, gamma: float = 0.0) -> bool:
+    """Whether E g dominates h for **every** q: on each of many cells E g at the left end reaches h at the right end.
+
+    The cells refine those that :func:`majorant` solves on, so that what it returns passes.
+
+    Example:
+        >>> from keepcover.noise import Gaussian, Threat
+        >>> counts = Counts(Threat(Gaussian(1.0), 0.5), 1, 1)
+        >>> g, _ = majorant(np.array([0.9, 0.1]), counts, kappa=0)
+        >>> is_majorant(g, counts, 0), is_majorant(0.99 * g, counts, 0)
+        (True, False)
+    """
+    rises = np.diff(np.asarray(g, dtype=np.float64), prepend=0.0)
+    q = _cells(counts, kappa, gamma)[0]
+    q = np.unique(np.concatenate([q, between(q[1:-2], q[2:-1], 8)]))
+    at = np.flatnonzero(rises)
+    expect = binomial_tail(len(rises) - 1, at[:, None], counts.seen(q[:-1])).T @ rises[at]
+    return bool(np.all(np.diff(g) >= 0) and np.all(expect >= counts.missed(kappa, q[1:], gamma) - 1e-12))

@@ -1,0 +1,10 @@
+"""Datasets as tensors: images in [0, 1], integer labels, class names."""
+
+from keepcover.data.base import Labelled
+from keepcover.data.cifar import cifar
+from keepcover.data.digits import digits
+from keepcover.data.download import download
+from keepcover.data.idx import idx
+from keepcover.data.image_folder import ImageFolder, image_folder
+
+__all__ = ["ImageFolder", "Labelled", "cifar", "digits", "download", "idx", "image_folder"]

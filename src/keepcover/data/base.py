@@ -1,0 +1,61 @@
+"""The one shape in which datasets come."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepcover.errors import InputError
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Images [n, channels, height, width] in [0, 1], labels [n] and the names of the classes."""
+
+    name: str
+    images: Float[Tensor, "n c h w"]
+    labels: Int[Tensor, " n"]
+    class_names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: Tensor | slice) -> Labelled:
+        return Labelled(self.name, self.images[index], self.labels[index], self.class_names)
+
+    @property
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """(images, labels), as every function of keepcover takes them."""
+        return self.images, self.labels
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of what the data are: shape, pixels and labels, whatever the names, the device or the memory layout.
+
+        Computed once; do not change the tensors afterwards.
+
+        Example:
+            >>> data = Labelled("ones", torch.ones(2, 1, 1, 1), torch.tensor([0, 1]), ("a", "b"))
+            >>> data.fingerprint == data[:].fingerprint, data.fingerprint == data[:1].fingerprint
+            (True, False)
+        """
+        digest = hashlib.sha256(f"{self.images.dtype} {tuple(self.images.shape)}".encode())
+        for tensor in (self.images, self.labels.long()):
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
+        return digest.hexdigest()
+
+    def split(self, *sizes: int, seed: int = 0) -> tuple[Labelled, ...]:
+        """Random disjoint parts of the given sizes; the last may be -1 for the rest."""
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
+        last = len(self) - sum(sizes[:-1]) if sizes[-1] == -1 else sizes[-1]
+        if min(*sizes[:-1], last, 0) < 0 or sum(sizes[:-1]) + last > len(self):
+            raise InputError(
+                f"cannot split {len(self)} examples of {self.name} into parts of {', '.join(map(str, sizes))}"
+            )
+        parts = order[: sum(sizes[:-1]) + last].split([*sizes[:-1], last])
+        return tuple(self[part] for part in parts)

@@ -1,0 +1,144 @@
+"""CIFAR-10 and CIFAR-100 from any official form: binary or python version, extracted or as the archive itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int, UInt8
+
+from keepcover.data.archive import read_members
+from keepcover.data.base import Labelled
+from keepcover.data.known import CLASSES, SOURCES, check_md5, md5_of
+from keepcover.data.plain_pickle import loads
+from keepcover.errors import InputError
+
+PIXELS = 3 * 32 * 32
+
+Rows = tuple[UInt8[np.ndarray, "n 3072"], Int[np.ndarray, " n"]]
+
+
+def cifar(name: str, folder: str | Path, part: str = "test", verify: bool = True) -> Labelled:
+    """CIFAR as its authors published it: images [n, 3, 32, 32] in [0, 1]. Every form gives the same tensors.
+
+    Args:
+        name: ``cifar10`` or ``cifar100`` (fine labels).
+        folder: holds, or is, an extracted folder (``cifar-10-batches-bin``, ``cifar-10-batches-py``, ``cifar-100-binary``,
+            ``cifar-100-python``) or an official ``.tar.gz`` of one. Archives are read without extracting them, pickles
+            without unpickling them.
+        part: ``train`` or ``test``.
+        verify: compare an archive's MD5 sum with the official one.
+    """
+    if name not in ("cifar10", "cifar100") or part not in ("train", "test"):
+        raise InputError(f"expected cifar10 or cifar100 and train or test, got {name!r} and {part!r}")
+    try:
+        pixels, labels = zip(*_parts(name, Path(folder), part, verify))
+    except OSError as error:
+        raise InputError(f"cannot read {name} at {folder}: {error}") from None
+    images = torch.from_numpy(np.concatenate(pixels)).reshape(-1, 3, 32, 32).float() / 255
+    return Labelled(name, images, torch.from_numpy(np.concatenate(labels)), CLASSES[name])
+
+
+def _files(name: str, form: str, part: str) -> list[str]:
+    """The files of one part, in the order of their images."""
+    every = [file.name for file in SOURCES[name][form].inside]
+    return every[-1:] if part == "test" else every[:-1]
+
+
+def _parts(name: str, where: Path, part: str, verify: bool) -> Iterator[Rows]:
+    """Pixels and labels of every file, from the first complete form there is."""
+    if where.is_file():
+        yield from _from_archive(name, where, part, verify)
+        return
+    missing: list[Path] = []
+    for form, source in SOURCES[name].items():
+        for base in source.homes(where):
+            paths = [base / file for file in _files(name, form, part)]
+            absent = [path for path in paths if not path.is_file()]
+            if not absent:
+                for path in paths:
+                    yield _decode(name, form, path.read_bytes(), path)
+                return
+            if len(absent) < len(paths) or (base.name == source.folder and base.is_dir()):
+                missing += absent
+    for source in SOURCES[name].values():
+        (path,) = source.places(where)
+        if path.is_file():
+            yield from _from_archive(name, path, part, verify)
+            return
+    if missing:
+        raise InputError(f"{missing[0]} is missing; extract the official archive of {name} again, or keep it beside")
+    forms = SOURCES[name].values()
+    raise InputError(
+        f"found no {name} at {where}: expected a folder {' or '.join(s.folder for s in forms)}, or an archive "
+        f"{' or '.join(s.files[0].name for s in forms)}; `keepcover data {name} --out DIR` downloads one"
+    )
+
+
+def _from_archive(name: str, path: Path, part: str, verify: bool) -> Iterator[Rows]:
+    if verify:
+        found = md5_of(path)
+        sums = [source.files[0].md5 for source in SOURCES[name].values()]
+        if found not in sums:
+            of_same_name = [s.files[0].md5 for s in SOURCES[name].values() if s.files[0].name == path.name]
+            check_md5(path, found, (of_same_name or sums)[0])
+    wanted = {
+        form: [f"{source.folder}/{file}" for file in _files(name, form, part)] for form, source in SOURCES[name].items()
+    }
+    content = read_members(path, {member for members in wanted.values() for member in members})
+    for form, members in wanted.items():
+        if all(member in content for member in members):
+            for member in members:
+                yield _decode(name, form, content.pop(member), f"{path}, {member}")
+            return
+    raise InputError(
+        f"{path} does not hold {wanted['binary'][0]} or {wanted['python'][0]}; is it the archive of {name}?"
+    )
+
+
+# -- one file ----------------------------------------------------------------------------------------------------------
+
+
+def _decode(name: str, form: str, content: bytes, where: Path | str) -> Rows:
+    pixels, labels = (_decode_binary if form == "binary" else _decode_python)(name, content, where)
+    classes = len(CLASSES[name])
+    if int(labels.max()) >= classes or int(labels.min()) < 0:
+        worst = int(labels.max() if labels.max() >= classes else labels.min())
+        raise InputError(f"{where} holds a label {worst}, {name} has {classes} classes; is it the other CIFAR?")
+    return pixels, labels
+
+
+def _decode_binary(name: str, content: bytes, where: Path | str) -> Rows:
+    """Rows of one label byte (CIFAR-100: the coarse one, then the fine one) and 3072 pixels."""
+    head = 1 if name == "cifar10" else 2
+    if len(content) == 0 or len(content) % (head + PIXELS):
+        raise InputError(f"{where} has {len(content)} bytes, not a multiple of {head + PIXELS}; it is damaged")
+    rows = np.frombuffer(content, np.uint8).reshape(-1, head + PIXELS)
+    return rows[:, head:], rows[:, head - 1].astype(np.int64)
+
+
+def _decode_python(name: str, content: bytes, where: Path | str) -> Rows:
+    """A pickled dict with the pixels of all images as ``data`` and a list of labels, read as plain data."""
+    batch = loads(content, str(where))
+    if not isinstance(batch, dict):
+        raise InputError(f"{where} holds a {type(batch).__name__}, expected a dict; it is no file of {name}")
+    key = "labels" if name == "cifar10" else "fine_labels"
+    pixels, labels = (_entry(batch, entry, where) for entry in ("data", key))
+    if not isinstance(pixels, np.ndarray) or pixels.shape[1:] != (PIXELS,) or len(pixels) == 0:
+        raise InputError(f"{where}: expected 'data' to be a uint8 array [n, {PIXELS}]; it is damaged")
+    if not isinstance(labels, list) or len(labels) != len(pixels) or any(type(label) is not int for label in labels):
+        raise InputError(f"{where}: expected {key!r} to be a list of {len(pixels)} integers; it is damaged")
+    return pixels, np.array(
+        [min(max(label, -1), 2**31) for label in labels], np.int64
+    )  # a pickle has no largest integer
+
+
+def _entry(batch: dict[Any, Any], key: str, where: Path | str) -> Any:
+    """An entry whose key was text in Python 2, hence text or bytes."""
+    for spelled in (key, key.encode()):
+        if spelled in batch:
+            return batch[spelled]
+    raise InputError(f"{where} has no entry {key!r}; is it the other CIFAR?")

@@ -1,0 +1,88 @@
+"""MNIST and Fashion-MNIST from their official IDX files, compressed or not."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from keepcover.data.base import Labelled
+from keepcover.data.known import CLASSES, SOURCES, File, check_md5
+from keepcover.errors import InputError
+
+MOST_IMAGES = 60_000
+SIDE = 28
+
+
+def idx(name: str, folder: str | Path, part: str = "test", verify: bool = True) -> Labelled:
+    """MNIST or Fashion-MNIST: images [n, 1, 28, 28] in [0, 1].
+
+    Args:
+        name: ``mnist`` or ``fashion-mnist``.
+        folder: holds the four official files (``t10k-images-idx3-ubyte.gz``, ...), with or without ``.gz``, or a folder
+            ``mnist`` or ``fashion-mnist`` of them, or torchvision's ``MNIST/raw`` or ``FashionMNIST/raw``.
+        part: ``train`` or ``test``.
+        verify: compare the MD5 sums of what the files hold with the official ones, however they are compressed. The two
+            datasets name their files alike; their sums tell them apart.
+    """
+    if name not in ("mnist", "fashion-mnist") or part not in ("train", "test"):
+        raise InputError(f"expected mnist or fashion-mnist and train or test, got {name!r} and {part!r}")
+    files = SOURCES[name]["binary"].files[slice(0, 2) if part == "train" else slice(2, 4)]
+    paths = [_find(name, Path(folder), file) for file in files]
+    images, labels = (
+        _read(path, dimensions, file.content if verify else None)
+        for path, dimensions, file in zip(paths, (3, 1), files)
+    )
+    if len(images) != len(labels):
+        raise InputError(
+            f"{paths[0]} has {len(images)} images, {paths[1]} has {len(labels)} labels; download them again"
+        )
+    if int(labels.max()) >= len(CLASSES[name]):
+        raise InputError(f"{paths[1]} holds a label {int(labels.max())}, {name} has 10 classes; download it again")
+    pixels = torch.from_numpy(images)[:, None].float() / 255
+    return Labelled(name, pixels, torch.from_numpy(labels).long(), CLASSES[name])
+
+
+def _find(name: str, root: Path, file: File) -> Path:
+    for folder in SOURCES[name]["binary"].homes(root):
+        for spelled in file.names:
+            if (folder / spelled).is_file():
+                return folder / spelled
+    raise InputError(
+        f"found no {file.name} of {name} at {root} or in its folder {name}; `keepcover data {name} --out {root}` downloads it"
+    )
+
+
+def _read(path: Path, dimensions: int, md5: str | None) -> np.ndarray:
+    """A uint8 array; its header says 0, 0, 8 (unsigned bytes), the number of dimensions, and their sizes.
+
+    ``md5`` is the sum that header and values should have.
+    """
+    head = 4 + 4 * dimensions
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            header = stream.read(head)
+            shape = [int(size) for size in np.frombuffer(header[4:], ">u4")] if len(header) == head else []
+            if header[:4] != bytes([0, 0, 8, dimensions]) or not shape:
+                raise InputError(
+                    f"{path} is no IDX file of {dimensions}-dimensional bytes; its start is {header[:4].hex()}"
+                )
+            if not 1 <= shape[0] <= MOST_IMAGES or shape[1:] != [SIDE] * (dimensions - 1):
+                expected = " x ".join(["n", *["28"] * (dimensions - 1)])
+                raise InputError(f"{path} says it holds {' x '.join(map(str, shape))} values, expected {expected}")
+            size = int(np.prod(shape))
+            content = stream.read(size + 1)
+    except InputError:
+        raise
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path} cannot be read ({error}); download it again") from None
+    if len(content) != size:
+        more = "more" if len(content) > size else f"{len(content)}"
+        raise InputError(f"{path} says it holds {size} values and has {more}; download it again")
+    if md5 is not None:
+        check_md5(path, hashlib.md5(header + content, usedforsecurity=False).hexdigest(), md5)
+    return np.frombuffer(content, np.uint8).reshape(shape).copy()

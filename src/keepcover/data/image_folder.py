@@ -1,0 +1,262 @@
+"""Folders of images, one per class, decoded as they are needed."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from keepcover.data.base import Labelled
+from keepcover.data.decode import SUFFIXES, decode, pillow
+from keepcover.engine.progress import Bar, Report
+from keepcover.errors import InputError
+
+MOST_IN_MEMORY = 4 << 30
+
+
+def image_folder(
+    path: str | Path, *, resize: int | None = 256, crop: int | None = 224, names: str | Path | None = None
+) -> ImageFolder:
+    """Images in one folder per class (``root/n01440764/*.JPEG``), ImageNet's layout or any other. Nothing is decoded yet.
+
+    Args:
+        path: the folder of the class folders. Names that begin with a dot are passed over.
+        resize: scale the shorter side to this; None leaves images as they are.
+        crop: keep this square from the centre; None keeps all, and all images must then have one size.
+        names: a file that names the classes by folder: a JSON object, or lines ``n01440764 tench, Tinca tinca``.
+
+    Example:
+        >>> import tempfile
+        >>> from PIL import Image
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     for name, colour in {"blue": (0, 0, 255), "red": (255, 0, 0)}.items():
+        ...         (Path(root) / name).mkdir()
+        ...         Image.new("RGB", (40, 30), colour).save(Path(root) / name / "one.png")
+        ...     data = image_folder(root, resize=16, crop=8)
+        ...     image, label = data[1]
+        >>> len(data), data.class_names, label, tuple(image.shape), image[:, 0, 0].tolist()
+        (2, ('blue', 'red'), 1, (3, 8, 8), [1.0, 0.0, 0.0])
+    """
+    for value, option in ((resize, "resize"), (crop, "crop")):
+        if value is not None and value < 1:
+            raise InputError(f"expected {option} to be at least 1 pixel, or None for none, got {value}")
+    if resize is not None and crop is not None and crop > resize:
+        raise InputError(
+            f"a centre of {crop} pixels does not fit in images whose shorter side is {resize}; enlarge resize"
+        )
+    pillow()
+    return ImageFolder(Path(path), resize, crop, None if names is None else Path(names))
+
+
+class ImageFolder(Dataset[tuple[Tensor, int]]):
+    """Images and labels in a fixed order: folders by name, files by name within.
+
+    A label is the position of its folder among the folders found, so a model of K classes needs all K folders. Give the
+    dataset itself, or its :meth:`loader` for decoding in several processes, wherever keepcover takes data.
+    """
+
+    def __init__(self, root: Path, resize: int | None, crop: int | None, names: Path | None) -> None:
+        self.root, self.resize, self.crop = root, resize, crop
+        folders = _class_folders(root)
+        self.class_names = tuple(folders) if names is None else _read_names(names, folders)
+        self._files: list[tuple[str, int]] = []  # path under the root, bytes
+        counts = []
+        seen = {_identity(root.stat()): "."}
+        for folder in folders:
+            listed = sorted(_images_in(root, folder, seen))
+            if not listed:
+                raise InputError(f"{root / folder} holds no images; remove it, or put images of that class there")
+            self._files += listed
+            counts.append(len(listed))
+        self.labels = torch.arange(len(folders)).repeat_interleave(torch.tensor(counts))
+        self.shape = (3, crop, crop) if crop else decode(self.path(0), resize, crop).shape
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def path(self, index: int) -> Path:
+        """The file of one image."""
+        return self.root / self._files[index][0]
+
+    def pixels(self, index: int) -> UInt8[Tensor, "3 h w"]:
+        """One image as bytes."""
+        found = decode(self.path(index), self.resize, self.crop)
+        if found.shape != self.shape:
+            raise InputError(
+                f"{self.path(index)} has {found.shape[2]} x {found.shape[1]} pixels, {self.path(0)} has {self.shape[2]} x "
+                f"{self.shape[1]}; give resize and crop, or make all images of one size"
+            )
+        return torch.from_numpy(found)
+
+    def __getitem__(self, index: int) -> tuple[Float[Tensor, "3 h w"], int]:
+        return self.pixels(index).float() / 255, int(self.labels[index])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of what decides the tensors: paths under the root, sizes of files, resize and crop.
+
+        Contents are not read: an image replaced by another of exactly its length goes unnoticed.
+        """
+        digest = hashlib.sha256(json.dumps({"resize": self.resize, "crop": self.crop}).encode())
+        for file in self._files:
+            digest.update(json.dumps(file).encode() + b"\n")
+        return digest.hexdigest()
+
+    def subset(self, rows: Sequence[int] | Tensor) -> ImageFolder:
+        """The images at these positions, in this order, with the classes of the whole folder."""
+        index = torch.as_tensor(rows, dtype=torch.int64)
+        some = copy.copy(self)
+        some.__dict__.pop("fingerprint", None)
+        some._files = [self._files[row] for row in index.tolist()]
+        some.labels = self.labels[index]
+        return some
+
+    def loader(self, batch_size: int = 64, workers: int | None = None) -> DataLoader[Any]:
+        """Batches in order, decoded ahead by worker processes (one per core, at most 8; none for a handful of images); 0
+        workers decode in this process.
+        """
+        if workers is None:
+            workers = min(8, _cores()) if len(self) > 128 else 0
+        return _Loader(self, min(batch_size, 256), workers)
+
+    def load(
+        self, most_bytes: int = MOST_IN_MEMORY, workers: int | None = None, progress: bool | Report = True
+    ) -> Labelled:
+        """All images as tensors in memory, for small folders."""
+        images = len(self) * int(np.prod(self.shape)) * 4
+        if images > most_bytes:
+            raise InputError(
+                f"{len(self)} images of {self.shape[2]} x {self.shape[1]} pixels take {images / 2**30:.1f} GiB, more than "
+                f"{most_bytes / 2**30:.1f}; read them as they are needed with loader(), or choose a smaller crop"
+            )
+        out, at = torch.empty(len(self), *self.shape), 0
+        with Bar("decoding", len(self), progress) as bar:
+            for batch, _ in self.loader(workers=workers):
+                out[at : at + len(batch)] = batch
+                at += len(batch)
+                bar.advance(len(batch))
+        return Labelled(self.root.resolve().name, out, self.labels, self.class_names)
+
+
+class _Pixels(Dataset[tuple[Tensor, int]]):
+    """What workers send: bytes, a quarter of what floats would take in shared memory."""
+
+    def __init__(self, images: ImageFolder) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images.pixels(index), int(self.images.labels[index])
+
+
+class _Loader(DataLoader[Any]):
+    """Float images from the workers' bytes, and their errors in one line instead of in a traceback."""
+
+    def __init__(self, images: ImageFolder, batch_size: int, workers: int) -> None:
+        super().__init__(_Pixels(images), batch_size=batch_size, num_workers=workers)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]
+        try:
+            for pixels, labels in super().__iter__():
+                yield pixels.float() / 255, labels
+        except InputError as error:
+            raise InputError(str(error).rsplit("InputError: ", 1)[-1].strip()) from None
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# -- what is in the folder ---------------------------------------------------------------------------------------------
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Names that do not begin with a dot, and what they are once links are followed."""
+    try:
+        names = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
+    except OSError as error:
+        raise InputError(f"cannot list {folder} ({error.strerror}); expected a folder of class folders") from None
+    for name in names:
+        try:
+            yield name, (folder / name).stat()
+        except OSError as error:
+            raise InputError(
+                f"{folder / name} cannot be read ({error.strerror}); is it a broken link? Remove it"
+            ) from None
+
+
+def _class_folders(root: Path) -> list[str]:
+    folders = sorted(name for name, found in _entries(root) if stat.S_ISDIR(found.st_mode))
+    if len(folders) < 2:
+        raise InputError(
+            f"{root} holds {len(folders)} folder{'s' if len(folders) != 1 else ''}, expected at least 2 classes: one folder of images "
+            "per class"
+        )
+    return folders
+
+
+def _images_in(root: Path, folder: str, seen: dict[tuple[int, int], str]) -> Iterator[tuple[str, int]]:
+    """Every image below a folder, with its size in bytes.
+
+    ``seen`` are the folders listed so far. Each is listed once: links would else let a few folders hold images without end,
+    or a power of two of them.
+    """
+    todo = [folder]
+    while todo:
+        here = todo.pop()
+        earlier = seen.setdefault(_identity((root / here).stat()), here)
+        if earlier != here:
+            raise InputError(
+                f"{root / here} is a link to {root / earlier}, so its images would come twice or never end; remove the link"
+            )
+        for name, found in _entries(root / here):
+            relative = f"{here}/{name}"
+            if stat.S_ISDIR(found.st_mode):
+                todo.append(relative)
+            elif stat.S_ISREG(found.st_mode) and relative.lower().endswith(SUFFIXES):
+                yield relative, found.st_size
+            else:
+                raise InputError(
+                    f"{root / relative} is no image: expected files that end in {', '.join(SUFFIXES)}; move it elsewhere"
+                )
+
+
+def _read_names(path: Path, folders: list[str]) -> tuple[str, ...]:
+    """The names of the classes, in the order of their folders."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        listed = json.loads(text) if path.suffix == ".json" else _pairs(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"cannot read the names of classes in {path} ({error})") from None
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        raise InputError(f"{path}: expected a JSON object that maps folders to names")
+    for folder in folders:
+        if folder not in listed:
+            raise InputError(f"{path} has no name for the folder {folder!r}; add it, or leave names out")
+    return tuple(listed[folder] for folder in folders)
+
+
+def _pairs(text: str) -> dict[str, str]:
+    pairs = [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
+    for pair in pairs:
+        if len(pair) != 2:
+            raise InputError(f"expected lines of a folder and its name, got {pair[0]!r} alone")
+    return dict(pairs)

@@ -1,0 +1,1 @@
+"""The demo: train, calibrate and attack every method on handwritten digits."""

@@ -1,0 +1,177 @@
+"""The demo: train, calibrate every method, attack for real, on scikit-learn's digits. About a minute on two cores."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keepcover.attacks import Audit, audit
+from keepcover.data import Labelled, digits
+from keepcover.engine.memory import RememberingSmoother
+from keepcover.errors import KeepcoverWarning
+from keepcover.methods import (
+    CAS,
+    RCP1,
+    RSCP,
+    Auto,
+    BinCP,
+    Exact,
+    ExactAsymmetric,
+    Method,
+    RSCPPlus,
+    SmoothedCP,
+    SplitCP,
+)
+from keepcover.noise import Stream
+from keepcover.prediction.calibration import calibrate
+from keepcover.prediction.predictor import Predictor
+from keepcover.scores import PTT, Reading
+from keepcover.tasks import Evaluation
+from keepcover.training.example import EPOCHS, SIGMA, example_model, example_split
+
+ALPHA, EPSILON = 0.1, 0.5
+RADII = (0.5, 0.125, 0.25, 0.375)  # the first is the one that is attacked
+ATTACKED = 250
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the demo: a method with its budget."""
+
+    name: str
+    method: Method
+    draws: int
+    sigma: float = SIGMA
+
+
+ENTRIES = (
+    Entry("vanilla CP", SplitCP(), 1, sigma=0.0),
+    Entry("smoothed CP", SmoothedCP(), 64),
+    Entry("RSCP + PTT", RSCP(), 64),
+    Entry("RSCP+ Hoeffding + PTT", RSCPPlus("hoeffding"), 256),
+    Entry("RSCP+ Bernstein + PTT", RSCPPlus("bernstein"), 256),
+    Entry("BinCP", BinCP(), 256),
+    Entry("CAS + PTT", CAS(), 256),
+    Entry("RCP1", RCP1(), 1),
+    Entry("exact, 1 draw", ExactAsymmetric(), 1),
+    Entry("exact, 4 draws", ExactAsymmetric(), 4),
+    Entry("exact (hull), 16 draws", Exact(), 16),
+    Entry("exact, 16 draws", Auto(), 16),
+)
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """Everything the table and the report show."""
+
+    data: Labelled
+    model: nn.Module
+    accuracy: float
+    predictors: dict[str, Predictor]
+    clean: dict[str, Evaluation]
+    curves: dict[str, list[tuple[float, float]]]
+    audit: Audit
+    noisy_scores: tuple[Tensor, Tensor, float]
+    seconds: float
+    seed: int
+
+    @property
+    def best(self) -> Predictor:
+        """The last line's predictor: the one that is saved."""
+        return list(self.predictors.values())[-1]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dictionary per method: what the table prints."""
+        rows = self.audit.summary(EPSILON)
+        for row in rows:  # clean numbers from all test points, not only those attacked
+            measured = self.clean[row["name"]]
+            row.update(coverage=measured.coverage.__dict__, size=measured.size, full=measured.full)
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "dataset": self.data.name,
+            "alpha": ALPHA,
+            "epsilon": EPSILON,
+            "sigma": SIGMA,
+            "seed": self.seed,
+            "noisy_accuracy": self.accuracy,
+            "seconds": self.seconds,
+            "rows": self.rows(),
+            "audit": self.audit.to_dict(),
+        }
+
+
+def run_demo(
+    seed: int = 0,
+    say: Callable[[str], None] = print,
+    entries: Sequence[Entry] = ENTRIES,
+    attacked: int = ATTACKED,
+    epochs: int = EPOCHS,
+) -> DemoResult:
+    """Run everything; ``say`` is told what happens. The last entry is the predictor that is kept."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors this small cost more to share among threads than to compute
+    try:
+        return _run(seed, say, entries, attacked, epochs)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(seed: int, say: Callable[[str], None], entries: Sequence[Entry], attacked: int, epochs: int) -> DemoResult:
+    start = time.monotonic()
+    train, holdout, calibration, test = example_split(seed)
+    say(f"training a small CNN on {len(train)} digits under noise of sigma {SIGMA:g}")
+    model = example_model(train, seed, epochs=epochs)
+    smoothers = {sigma: RememberingSmoother(model, sigma) for sigma in (0.0, SIGMA)}
+    predictors: dict[str, Predictor] = {}
+    clean: dict[str, Evaluation] = {}
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for entry in sorted(entries, key=lambda entry: -entry.draws):  # most draws first: the others reuse them
+        say(f"calibrating {entry.name} ({entry.draws} draw{'s' if entry.draws > 1 else ''} per query)")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", KeepcoverWarning)  # full label sets show in the table
+            predictor = calibrate(
+                smoothers[entry.sigma],
+                calibration.pair,
+                alpha=ALPHA,
+                epsilon=RADII,
+                method=entry.method,
+                draws=entry.draws,
+                holdout=holdout.pair if entry.method.needs_holdout else None,
+                class_names=train.class_names,
+                seed=seed + 1,
+            )
+        predictors[entry.name] = predictor
+        sets = predictor.predict_all(test.images, seed=seed + 2)
+        clean[entry.name] = sets[ALPHA, EPSILON].measure(test.labels)
+        curves[entry.name] = sorted((epsilon, float(s.size.double().mean())) for (_, epsilon), s in sets.items())
+    curves = {entry.name: curves[entry.name] for entry in entries}
+    predictors = {entry.name: predictors[entry.name] for entry in entries}
+    say(f"attacking {attacked} test images: 20 L2 steps of length {EPSILON / 10:g} inside a ball of radius {EPSILON:g}")
+    report = audit(predictors, test[:attacked].pair, steps=20, draws=16, seed=seed + 3, progress=False)
+    reference = predictors[entries[-1].name]
+    scores = _densities(reference, holdout)
+    accuracy = _noisy_accuracy(reference, test, seed)
+    return DemoResult(
+        digits(), model, accuracy, predictors, clean, curves, report, scores, time.monotonic() - start, seed
+    )
+
+
+def _noisy_accuracy(predictor: Predictor, test: Labelled, seed: int) -> float:
+    logits = predictor.running.logits(test.images, 4, Stream(seed, "test"))
+    return float((logits.argmax(-1) == test.labels[:, None]).double().mean())
+
+
+def _densities(predictor: Predictor, holdout: Labelled) -> tuple[Tensor, Tensor, float]:
+    """Noisy true-label scores of the holdout before and after a PTT fitted on their first draws."""
+    logits, u = predictor.running.logits(holdout.images, 8, Stream(0, "holdout")), torch.full((len(holdout),), 0.5)
+    scores = predictor.task.items(logits, holdout.labels, Reading(False), u).draws.values
+    ptt = PTT().fit(scores[:, 0], ALPHA)
+    return scores[:, 1:].flatten(), ptt(scores[:, 1:].flatten()), ALPHA

@@ -1,0 +1,138 @@
+"""The Guarantee: what is promised, assembled from a task, a threat, a promise and a method."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from keepcover.bounds import exact_level
+from keepcover.errors import InputError, KeepcoverWarning
+from keepcover.noise import Threat
+from keepcover.promises import Promise
+
+GENERAL = (
+    "Calibration and test points are exchangeable before the attack; the holdout is disjoint from both.",
+    "The same model, numerics, score and transform ran at calibration and run at prediction.",
+    "Everything tuned (rule, transform, noise, draws) was tuned on the holdout, never on the calibration points.",
+)
+
+
+def warn_of_coverage(alpha: float) -> None:
+    """Say so where alpha looks like the coverage that is wanted.
+
+    Example:
+        >>> warn_of_coverage(0.1)
+    """
+    if 0.5 < alpha < 1:
+        warnings.warn(
+            f"alpha is miscoverage: {alpha:g} promises that {100 * (1 - alpha):.6g} % of sets hold the truth; for "
+            f"{100 * alpha:.6g} % coverage give alpha {float(1 - exact_level(alpha)):g}",
+            KeepcoverWarning,
+            stacklevel=3,
+        )
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """What is promised, in numbers and as a sentence; impossible combinations are refused when it is built.
+
+    Attributes:
+        method: its name; ``certified`` says whether it holds under attack.
+        alpha: miscoverage.
+        threat: what the attacker may do, and the noise that answers it.
+        draws, calibration_draws: model evaluations per query and per calibration point.
+        n: calibration points.
+        promise: for whom, how surely and despite what.
+        spent: what the method pays of alpha for Monte Carlo error before it takes a quantile.
+        task: when a set is right, in words.
+        assumed: what task and method rest on beyond the general assumptions.
+        score, transform: as results name them.
+
+    Example:
+        >>> from keepcover.noise import Gaussian, Threat
+        >>> print(Guarantee("exact", True, 0.1, Threat(Gaussian(0.25), 0.125), draws=16, n=4750))
+        With probability at least 90 %, the set contains the true label of a query even if an adversary has moved it by up to 0.125 in L2 norm (method exact, Gaussian noise sigma 0.25, 16 draws per query, 4750 calibration points).
+    """
+
+    method: str
+    certified: bool
+    alpha: float
+    threat: Threat
+    draws: int
+    n: int
+    calibration_draws: int | None = None
+    promise: Promise = Promise()
+    spent: float = 0.0
+    task: str = "the set contains the true label of a query"
+    assumed: tuple[str, ...] = ()
+    score: str = "hps"
+    transform: str = "none"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.alpha) and 0 < self.alpha < 1):
+            raise InputError(f"expected alpha strictly between 0 and 1, got {self.alpha}; 0.1 promises 90 % coverage")
+        if self.certified and not self.threat.noise.certifies:
+            raise InputError(
+                f"{self.method} certifies through noise, and there is none; give sigma > 0 (epsilon to 2 epsilon works well) "
+                "or choose the uncertified method cp"
+            )
+        if self.draws < 1 or (self.calibration_draws is not None and self.calibration_draws < 1):
+            raise InputError(f"expected at least 1 draw, got {self.draws} (calibration {self.calibration_draws})")
+        level = self.promise.level(self.alpha) - exact_level(self.spent)
+        if level <= 0:
+            raise InputError(
+                f"the promise and the method spend all of alpha = {self.alpha:g} before a quantile is taken; ask less of the "
+                "promise, choose a smaller beta (0.001 is usual) or raise alpha"
+            )
+        least = self.promise.points_needed(level)
+        if self.n < least:
+            raise InputError(
+                f"{self.n} calibration points cannot certify miscoverage {float(level):g}: at least {least} are needed; add "
+                "data or raise alpha"
+            )
+
+    @property
+    def epsilon(self) -> float:
+        """Radius of the attack."""
+        return self.threat.epsilon
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the promise rests on; show it wherever the promise is shown."""
+        noise = self.threat.noise.assumptions if self.certified else ()
+        return GENERAL + self.assumed + noise + self.promise.assumptions
+
+    def __str__(self) -> str:
+        coverage, points = f"{100 * (1 - self.alpha):.6g} %", f"{self.n} calibration points"
+        start = f"{self.promise.confidence}with probability at least {coverage}, {self.task}"
+        start = start[0].upper() + start[1:]
+        if not self.certified:
+            return (
+                f"{start} that nobody has attacked{self.promise.sentence} (method {self.method}, {points}); under attack "
+                f"{self.method} promises nothing."
+            )
+        noise = f"{self.threat.noise}, {self.draws} draw{'s' if self.draws != 1 else ''} per query"
+        paid = f", Monte Carlo budget {self.spent:g} inside the {100 * self.alpha:g} %" if self.spent else ""
+        return (
+            f"{start} even if an adversary {self.threat}{self.promise.sentence} (method {self.method}, {noise}{paid}, "
+            f"{points})."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers and the sentence, for JSON."""
+        return {
+            "method": self.method,
+            "certified": self.certified,
+            "alpha": self.alpha,
+            **self.threat.config(),
+            "promise": self.promise.config(),
+            "draws": self.draws,
+            "calibration_draws": self.calibration_draws,
+            "n": self.n,
+            "score": self.score,
+            "transform": self.transform,
+            "statement": str(self),
+            "assumptions": list(self.assumptions),
+        }

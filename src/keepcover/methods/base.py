@@ -1,0 +1,372 @@
+"""The fourth seam: a method is a theorem with its options; fitted to a question and a holdout it is a rule.
+
+question + holdout --fit--> rule;  rule.statistic(calibration) --> rule.threshold;  rule.test_statistic(query) <= threshold
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from keepcover.bounds import Counts, conformal_law, covered_at_most, covered_at_most_given, exact_level
+from keepcover.errors import InputError
+from keepcover.guarantee import Guarantee, warn_of_coverage
+from keepcover.methods.holdout import Holdout
+from keepcover.noise import Threat, get_threat
+from keepcover.promises import Promise
+from keepcover.scores import PTT, Draws, Items, Reading, Steps
+from keepcover.tasks import Task
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a method: the promise and the budget, all fixed before calibration data are looked at.
+
+    Attributes:
+        alpha: miscoverage.
+        threat: what the attacker may do.
+        draws, calibration_draws: model evaluations per query and per calibration point.
+        n: calibration points.
+        candidates: labels of a full set; None where sets are not finite.
+        promise: for whom, how surely and despite what.
+    """
+
+    alpha: float
+    threat: Threat
+    draws: int
+    n: int
+    candidates: int | None = None
+    calibration_draws: int | None = None
+    promise: Promise = field(default_factory=Promise)
+
+    @property
+    def per_point(self) -> int:
+        """Draws per calibration point."""
+        return self.draws if self.calibration_draws is None else self.calibration_draws
+
+    @property
+    def counts(self) -> Counts:
+        """The laws of counts under this threat and promise."""
+        return Counts(self.threat, self.per_point, self.draws, self.promise.tampering(self.threat))
+
+    def config(self) -> dict[str, Any]:
+        """For JSON; :meth:`from_config` reads it back."""
+        return {
+            "alpha": self.alpha,
+            "threat": self.threat.config(),
+            "draws": self.draws,
+            "n": self.n,
+            "candidates": self.candidates,
+            "calibration_draws": self.calibration_draws,
+            "promise": self.promise.config(),
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Asked:
+        return cls(**{**config, "threat": get_threat(config["threat"]), "promise": Promise(**config["promise"])})
+
+
+class Method(ABC):
+    """A theorem with its options: a frozen dataclass whose fields are plain values.
+
+    Attributes:
+        name: in the command line, JSON and saved predictors.
+        certified: whether coverage is proved under attack.
+        compares_only: uses only the order of scores, so :meth:`Score.order` serves it and PTT cannot help it.
+        uses_holdout: looks at the holdout; methods that do not may add it to their calibration points.
+        draw_rule: ``free``, ``same`` (calibration and test draws must agree for the statistics to be exchangeable) or
+            ``one``.
+        least_draws: draws per query without which the method is undefined.
+        needs_concave: its theorem needs a concave ``up``.
+        clauses: the clauses of a promise that it can keep beyond the marginal one; None for all.
+        transform: what it applies to noisy scores before it averages them.
+    """
+
+    name: str
+    certified: ClassVar[bool]
+    compares_only: ClassVar[bool] = False
+    uses_holdout: ClassVar[bool] = False
+    draw_rule: ClassVar[str] = "free"
+    least_draws: ClassVar[int] = 1
+    needs_concave: ClassVar[bool] = False
+    clauses: ClassVar[tuple[str, ...] | None] = None
+    transform: PTT | None = None
+
+    @abstractmethod
+    def fit(self, asked: Asked, holdout: Holdout | None = None) -> Rule:
+        """Choose whatever the method may choose, on the holdout alone."""
+
+    @abstractmethod
+    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> Rule:
+        """The rule with these parameters, as :meth:`fit` chose them before."""
+
+    @property
+    def spent(self) -> float:
+        """What is paid of alpha for Monte Carlo error before a quantile is taken."""
+        return 0.0
+
+    @property
+    def needs_holdout(self) -> bool:
+        return self.uses_holdout or self.transform is not None
+
+    def usual_calibration_draws(self, draws: int) -> int:
+        """Draws per calibration point where the user names none: as many as per query."""
+        return draws
+
+    def draws_used(self, draws: int, calibration_draws: int) -> tuple[int, int]:
+        """Model evaluations per query and per calibration point, of those asked for."""
+        if draws < self.least_draws:
+            raise InputError(f"{self.name} needs at least {self.least_draws} draws per query, got {draws}")
+        return {"free": (draws, calibration_draws), "same": (draws, draws), "one": (1, 1)}[self.draw_rule]
+
+    def check(self, asked: Asked, task: Task) -> None:
+        """Refuse what the theorem does not cover, before the network runs."""
+        if self.needs_concave and not asked.threat.noise.concave:
+            raise InputError(f"{self.name} needs noise whose up is concave; choose exact or exact_asymmetric")
+        refused = [
+            c.keyword for c in asked.promise.clauses if self.clauses is not None and c.keyword not in self.clauses
+        ]
+        if refused:
+            raise InputError(
+                f"{self.name} does not offer {refused[0]} in its promise; choose exact or exact_asymmetric"
+            )
+        if not self.compares_only and self.transform is None and not task.bounded:
+            raise InputError(
+                f"{self.name} without PTT assumes scores in [0, 1], and {task.score_name!r} does not promise that; use "
+                "transform='ptt', a bounded score, or an exact certificate"
+            )
+        warn_of_coverage(asked.alpha)
+        draws, per_point = self.draws_used(asked.draws, asked.per_point)
+        Guarantee(
+            self.name, self.certified, asked.alpha, asked.threat, draws, asked.n, per_point, asked.promise, self.spent
+        )
+
+    def steps(self, asked: Asked, holdout: Holdout | None) -> Steps | None:
+        """The transform fitted on the holdout."""
+        if self.transform is None:
+            return None
+        if holdout is None:
+            raise InputError(f"{self.name} fits its transform on a holdout; give one")
+        return holdout.steps(self.transform, asked.alpha)
+
+    def options(self) -> dict[str, Any]:
+        """Its fields, for JSON."""
+        return asdict(self)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """A method fitted to a question. Subclasses state their theorem in three functions and describe themselves in two more.
+
+    Attributes:
+        method: the theorem and its options.
+        asked: the question.
+        transform: the fitted transform; None for none.
+    """
+
+    method: Method
+    asked: Asked
+    transform: Steps | None = field(default=None, compare=False, repr=False)
+
+    # -- what is asked of every rule -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def statistic(self, true: Draws) -> Tensor:
+        """What is kept of a calibration item: its scores ``[items, N]`` -> ``[items]`` or ``[items, j]``."""
+
+    @abstractmethod
+    def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
+        """``[n, ..., N]`` scores -> ``[n, ...]``; a candidate is in the set iff its statistic is at most the threshold."""
+
+    @abstractmethod
+    def threshold_of(self, statistic: Tensor, points: int, weight: Tensor | None = None) -> float:
+        """The threshold that calibration statistics give; +inf means everything."""
+
+    def read(self, items: Items) -> Items:
+        """Items whose scores are the score itself, or its order, as this rule reads them: transformed."""
+        return (
+            items
+            if self.transform is None
+            else replace(items, draws=Draws(self.transform(items.draws.values), unit=True))
+        )
+
+    def threshold(self, items: Items) -> float:
+        """The threshold that calibration items give, as this rule reads them."""
+        own = items.first(self.calibration_draws)
+        return self.threshold_of(self.statistic(own.draws), own.points, own.weight)
+
+    def explain(
+        self, draws: Draws, threshold: float, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
+    ) -> Explanation:
+        """How well candidates ``[n, K, N]`` fit and what is needed, such that support >= needed says what is decided.
+
+        ``fit`` maps scores as this rule reads them to [0, 1], decreasing. By default the rule thresholds a mean score, from
+        which its Monte Carlo allowance may have been subtracted: the allowance is shown on the other side.
+        """
+        statistic = self.test_statistic(draws, v).double()
+        allowance = float((draws.mean - statistic).min())
+        needed = float(fit(torch.tensor(threshold + allowance, dtype=torch.float64)))
+        return Explanation(fit(statistic + allowance), needed, f"mean support at least {max(needed, 0.0):.2g}")
+
+    def climb(self, true: Draws, threshold: float) -> Tensor:
+        """What an attacker raises: ``[b, N]`` scores of the truth -> ``[b]``, differentiable. The mean score by default."""
+        values = true.values if self.transform is None else self.transform.smooth(true.values)
+        return values.mean(dim=-1)
+
+    @property
+    def words(self) -> str:
+        """The rule as a person would say it."""
+        return f"the statistic of {self.test_draws} draws is at most a threshold from {self.calibration_draws} per calibration point"
+
+    # -- what follows ---------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self.method.name
+
+    @property
+    def reading(self) -> Reading:
+        """Which noisy scores this rule reads."""
+        return Reading(self.method.compares_only or self.transform is not None, self.transform)
+
+    @property
+    def test_draws(self) -> int:
+        """Model evaluations per query that this rule really uses."""
+        return self.method.draws_used(self.asked.draws, self.asked.per_point)[0]
+
+    @property
+    def calibration_draws(self) -> int:
+        """Model evaluations per calibration point that this rule really uses."""
+        return self.method.draws_used(self.asked.draws, self.asked.per_point)[1]
+
+    @property
+    def counts(self) -> Counts:
+        """The laws of counts that this rule's draws have."""
+        return replace(self.asked.counts, calibration_draws=self.calibration_draws, draws=self.test_draws)
+
+    @property
+    def counting(self) -> tuple[int, float] | None:
+        """(kappa, gamma) where a candidate is kept iff at most kappa draws exceed t (one more with probability gamma)."""
+        return None
+
+    @property
+    def randomized(self) -> bool:
+        """Whether sets depend on ``v``, one uniform number per query."""
+        return self.counting is not None and self.counting[1] > 0
+
+    def always_full(self, threshold: float) -> bool:
+        """Whether this threshold keeps every candidate, whatever the query."""
+        return threshold == math.inf
+
+    def enough_draws(self, items: Items) -> int | None:
+        """How many draws would give other sets than full ones, where the rule's bounds tell: means and shares stay what they
+        are in these items, and bounds get narrower.
+        """
+        if self.method.compares_only:
+            return None
+        for draws in (2**k for k in range(1, 21)):
+            more = replace(self, asked=replace(self.asked, draws=draws, calibration_draws=draws))
+            if draws > self.test_draws and not more.always_full(
+                more.threshold_of(more.statistic(items.draws), items.points)
+            ):
+                return draws
+        return None
+
+    def p_value(self, covered: int, m: int, n: int) -> float:
+        """Probability that a **correct** rule for this question, calibrated on n points, covers at most this many of m.
+
+        The luck of the calibration draw is included. Nothing here may read what the rule itself computed (a level, a
+        threshold): a rule that is wrong must not be compared with its own mistake. By default the law of a conformal
+        quantile at alpha less what is :attr:`Method.spent`, which is added again: the query is missed if its clean statistic
+        exceeds the quantile or if a Monte Carlo bound fails. Exactly beta-binomial where nothing is spent.
+        """
+        promise, spent = self.asked.promise, exact_level(self.method.spent)
+        rank = promise.rank(n, promise.level(self.asked.alpha) - spent)
+        if spent == 0:
+            return covered_at_most(covered, m, n, rank)
+        return covered_at_most_given(covered, m, *conformal_law(n, rank, lambda clean: clean + float(spent)))
+
+    def supports(self, items: Items, threshold: float) -> bool:
+        """Whether the calibration items, as this rule reads them, support the threshold: computed again, it is no larger."""
+        again = self.threshold(items)
+        return threshold >= again or math.isclose(threshold, again, rel_tol=1e-9)
+
+    def estimated_size(self, holdout: Holdout) -> float:
+        """Mean set size to expect, from the holdout alone (its own points serve as calibration points)."""
+        threshold = torch.tensor(self.threshold(holdout.items(self.reading)))
+        task, v = holdout.task, torch.linspace(0, 1, len(holdout), device=holdout.outputs.device)
+        summary = task.summary(task.prepare(holdout.outputs, self.reading, holdout.u), self, v)
+        return float(task.sizes(task.inside(summary, self, threshold)).double().mean())
+
+    def guarantee(self, task: Task) -> Guarantee:
+        """What the rule promises for a task; refuses what cannot be promised."""
+        a = self.asked
+        return Guarantee(
+            self.name,
+            self.method.certified,
+            a.alpha,
+            a.threat,
+            self.test_draws,
+            a.n,
+            self.calibration_draws,
+            a.promise,
+            self.method.spent,
+            task.words,
+            task.assumptions,
+            task.score_name,
+            "none" if self.method.transform is None else self.method.transform.name,
+        )
+
+    def verify(self, task: Task) -> None:
+        """Raise unless question and parameters are such that the theorem holds: a file may state anything."""
+        self.method.check(self.asked, task)
+
+    def parameters(self) -> dict[str, Any]:
+        """What fit chose, as plain JSON values."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("method", "asked", "transform")}
+
+    def _unit_interval(self, draws: Draws) -> Draws:
+        if draws.unit:
+            return draws
+        low, high = draws.extremes
+        if not (low >= 0 and high <= 1):
+            raise InputError(
+                f"{self.name} expects scores in [0, 1] (its bound assumes it), got [{low:.3g}, {high:.3g}]; "
+                "use transform 'ptt', choose hps/aps/raps, or a count rule (exact, exact_asymmetric)"
+            )
+        return draws
+
+    def _one_item_per_point(self, weight: Tensor | None) -> None:
+        if weight is not None:
+            raise InputError(f"{self.name} needs one thing to cover per point; use exact_asymmetric for weighted items")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How well every candidate fits, in [0, 1], and what the rule asks: in the set iff support >= needed."""
+
+    support: Tensor
+    needed: float
+    words: str
+
+
+def with_options(method: Method, **options: Any) -> Method:
+    """The method with some of its options changed, or an error that names those it has.
+
+    Example:
+        >>> from keepcover.methods import Exact
+        >>> with_options(Exact(), randomize=True)
+        Exact(randomize=True)
+    """
+    known = {f.name for f in fields(method)}  # type: ignore[arg-type]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        offered = f"it has {', '.join(sorted(known))}" if known else "it has none"
+        raise InputError(f"{method.name} has no option {unknown[0]!r}; {offered}")
+    return replace(method, **options)  # type: ignore[type-var]

@@ -1,0 +1,107 @@
+"""Weights into models: safetensors, or torch files read with ``weights_only=True``. Nothing is ever unpickled freely."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from keepcover.errors import InputError
+from keepcover.sealing import pack, unpack
+from keepcover.store.zipped import refuse_packed
+
+
+def find_weights(name: str | Path) -> Path:
+    """A weights file by path, or by name: looked for in ``$KEEPCOVER_WEIGHTS`` and in the ``weights`` of a checkout.
+
+    The package itself carries no weights: an installed keepcover finds them by path or through the variable.
+    """
+    given = Path(name)
+    if given.is_file():
+        return given
+    named = os.environ.get("KEEPCOVER_WEIGHTS")
+    folders = [Path(named)] if named else []
+    folders.append(Path(__file__).resolve().parents[3] / "weights")
+    if given.name == str(name):  # a bare name, not a path that went wrong
+        for folder in folders:
+            for file in (folder / given.name, folder / f"{given.name}.safetensors"):
+                if file.is_file():
+                    return file
+    known = sorted(file.stem for folder in folders for file in folder.glob("*.safetensors"))
+    raise InputError(
+        f"no weights at {name}; give a path, or set KEEPCOVER_WEIGHTS to their folder. "
+        + (f"Known by name here: {', '.join(known)}" if known else "No weights are known by name here")
+    )
+
+
+def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
+    """Load a checkpoint (a path, or a name that :func:`find_weights` knows) into a model, in float32 and eval mode.
+
+    Accepts plain state dicts, those wrapped as ``{"state_dict": ...}``, and the ``module.`` / ``1.`` prefixes that data
+    parallelism and an outer normalisation layer leave behind. The model's own normalisation constants stay.
+    """
+    path = find_weights(path)
+    try:
+        state: Any = unpack(path, sealed=False)[0] if path.suffix == ".safetensors" else _torch_file(path)
+    except InputError:
+        raise
+    except (SafetensorError, OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{path} is not a readable checkpoint ({reason})") from None
+    except Exception as error:  # a pickle that asks for more than tensors
+        raise InputError(
+            f"{path} holds more than tensors and is refused; save its state dict as safetensors ({type(error).__name__})"
+        ) from None
+    if isinstance(state, dict) and "state_dict" in state:
+        state = state["state_dict"]
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise InputError(f"{path} holds no state dict of tensors")
+    own = model.state_dict()
+    # Prefixes are stripped only where that helps: a plain nn.Sequential has a layer called "1." of its own.
+    plain = {_plain(name): value for name, value in state.items()}
+    given = state if len(set(state) - set(own)) <= len(set(plain) - set(own)) else plain
+    constants = {name for name in own if name.split(".")[0] == "normalize"}
+    missing, unknown = sorted(set(own) - set(given) - constants), sorted(set(given) - set(own))
+    if missing or unknown:
+        raise InputError(
+            f"{path} does not fit {type(model).__name__}: {len(missing)} missing"
+            + (f" (first {missing[0]})" if missing else "")
+            + f", {len(unknown)} unknown"
+            + (f" (first {unknown[0]})" if unknown else "")
+        )
+    for name, value in given.items():
+        if own[name].shape != value.shape:
+            raise InputError(
+                f"{path}: {name} has shape {tuple(value.shape)}, {type(model).__name__} expects {tuple(own[name].shape)}; "
+                "is the number of classes right?"
+            )
+    model.load_state_dict({name: value.to(own[name].dtype) for name, value in given.items()}, strict=False)
+    return model.eval()
+
+
+def weights_bytes(model: nn.Module, about: dict[str, Any]) -> bytes:
+    """The model's weights as a float16 safetensors file; normalisation constants belong to the architecture and stay out."""
+    state = {
+        name: value.half() if value.is_floating_point() else value
+        for name, value in model.state_dict().items()
+        if not name.startswith("normalize.")
+    }
+    return pack(state, about)
+
+
+def _torch_file(path: Path) -> Any:
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            refuse_packed(archive, path.stat().st_size, str(path))
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _plain(name: str) -> str:
+    while name.startswith(("module.", "1.")):
+        name = name.split(".", 1)[1]
+    return name

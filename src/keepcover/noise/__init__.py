@@ -1,0 +1,74 @@
+"""Noise: what the defender adds to a query, what an attack can then do, and the keyed streams it is drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from keepcover.errors import InputError
+from keepcover.noise.base import Noise, Threat
+from keepcover.noise.gaussian import Gaussian
+from keepcover.noise.norms import NORMS, Norm, get_norm
+from keepcover.noise.stream import Stream, fresh_seed
+
+NOISES: dict[str, type[Noise]] = {noise.name: noise for noise in (Gaussian,)}
+
+
+def get_noise(noise: Noise | str | float | dict[str, Any]) -> Noise:
+    """A noise as it is, from a sigma, from ``name:number`` as on the command line, or from :meth:`Noise.config`.
+
+    Example:
+        >>> get_noise("gaussian:0.25") == get_noise(0.25) == Gaussian(0.25)
+        True
+    """
+    if isinstance(noise, Noise):
+        return noise
+    if isinstance(noise, int | float):
+        return Gaussian(noise)
+    if isinstance(noise, dict):
+        numbers = dict(noise)
+        name, options = numbers.pop("name", None), numbers
+    elif isinstance(noise, str):
+        name, _, number = noise.partition(":")
+        try:
+            options = [float(part) for part in number.split(",")]
+        except ValueError:
+            raise InputError(f"expected noise as name:number, for instance gaussian:0.25, got {noise!r}") from None
+    else:
+        raise InputError(f"expected a Noise, a sigma or a text such as gaussian:0.25, got {type(noise).__name__}")
+    if name not in NOISES:
+        raise InputError(f"expected a noise among {', '.join(NOISES)}, got {name!r}")
+    try:
+        return NOISES[name](**options) if isinstance(options, dict) else NOISES[name](*options)
+    except TypeError:
+        takes = ", ".join(f.name for f in fields(NOISES[name]))  # type: ignore[arg-type]
+        raise InputError(f"{name} noise takes {takes}, got {options}") from None
+
+
+def get_threat(config: dict[str, Any]) -> Threat:
+    """A threat from :meth:`Threat.config`.
+
+    Example:
+        >>> threat = Threat(Gaussian(0.5), 0.25)
+        >>> get_threat(threat.config()) == threat
+        True
+    """
+    shape = config["shape"]
+    return Threat(
+        get_noise(config["noise"]), config["epsilon"], config["norm"], None if shape is None else tuple(shape)
+    )
+
+
+__all__ = [
+    "NOISES",
+    "NORMS",
+    "Gaussian",
+    "Noise",
+    "Norm",
+    "Stream",
+    "Threat",
+    "fresh_seed",
+    "get_noise",
+    "get_norm",
+    "get_threat",
+]

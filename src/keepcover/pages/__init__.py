@@ -1,0 +1,1 @@
+"""Pages: figures and self-contained HTML reports of predictors, evaluations and audits."""

@@ -1,0 +1,168 @@
+"""Rows and figures -> one self-contained HTML page that opens offline, in light and dark, on paper and on a phone."""
+
+from __future__ import annotations
+
+import base64
+import platform
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keepcover.errors import InputError, install
+from keepcover.evaluation.manifest import versions
+from keepcover.files import make_folder, write_file
+from keepcover.pages import plots
+
+NARROW = 6.0  # inches; a wider figure takes the whole width of the page, and scrolls on a phone
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A table cell; ``kind`` is ``good``, ``bad`` or empty."""
+
+    text: str
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first cell of a row names it; text becomes a plain cell. ``facts`` are names with long values that wrap."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell | str]]
+    facts: bool = False
+
+    def __post_init__(self) -> None:
+        cells = tuple(tuple(Cell(one) if isinstance(one, str) else one for one in row) for row in self.rows)
+        object.__setattr__(self, "rows", cells)
+
+    @property
+    def texts(self) -> list[list[str]]:
+        """The rows as plain text."""
+        return [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing with its caption.
+
+    Attributes:
+        name: of its files, lower-case words joined by hyphens; no other figure of the page has it.
+        drawing: what a function of :mod:`keepcover.pages.plots` returned.
+        alt: its content in words, for readers who cannot see it; the caption by default.
+    """
+
+    name: str
+    drawing: Any
+    caption: str
+    alt: str = ""
+
+    @property
+    def wide(self) -> bool:
+        return bool(self.drawing.get_figwidth() > NARROW)
+
+    @property
+    def svg(self) -> str:
+        return plots.page_svg(self.drawing, self.name)
+
+
+@dataclass(frozen=True)
+class Example:
+    """Versions of one image [1 or 3, height, width], each with what is said of it; ``bad`` where the truth was missed."""
+
+    title: str
+    images: Sequence[tuple[Tensor, str]]
+    bad: bool = False
+
+    @property
+    def shown(self) -> list[tuple[str, str]]:
+        """Data URIs and texts."""
+        return [
+            (f"data:image/png;base64,{base64.b64encode(plots.pixels(image)).decode()}", text)
+            for image, text in self.images
+        ]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with text, a table, figures, examples, a list and a note, each optional."""
+
+    title: str
+    text: str = ""
+    table: Table | None = None
+    figures: Sequence[Figure] = ()
+    points: Sequence[str] = ()
+    note: str = ""
+    examples: Sequence[Example] = ()
+
+    @property
+    def anchor(self) -> str:
+        """The part of the address that leads here."""
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-") or "section"
+
+
+@dataclass
+class Page:
+    """A title, a line on what was looked at, the promise, sections; ``conclusion`` says in a sentence what they show."""
+
+    title: str
+    subtitle: str
+    guarantee: str = ""
+    sections: list[Section] = field(default_factory=list)
+    conclusion: str = ""
+
+    @property
+    def figures(self) -> list[Figure]:
+        return [figure for section in self.sections for figure in section.figures]
+
+    def html(self) -> str:
+        try:
+            from jinja2 import Environment, PackageLoader
+        except ImportError:
+            raise InputError(f"HTML reports need jinja2: {install('report')}") from None
+        environment = Environment(
+            loader=PackageLoader("keepcover.pages"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        )
+        return environment.get_template("report.html").render(page=self, colors=plots.COLORS, dark=plots.DARK)
+
+    def write(self, path: Path, figures: Path | None = None) -> Path:
+        """Write the page, and its figures as SVG and PNG into a folder where one is named."""
+        make_folder(path.parent)
+        write_file(path, self.html().encode())
+        if figures is not None:
+            for figure in self.figures:
+                plots.write_files(figure.drawing, figures, figure.name)
+        return path
+
+
+def promise_section(assumptions: Sequence[str]) -> Section:
+    return Section("What the promise rests on", points=assumptions)
+
+
+def origin_section(facts: Mapping[str, Any]) -> Section:
+    """Where the numbers come from: what is known, then the day, versions and hardware of this page."""
+    made = {
+        "this page": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "hardware": f"{_device()}, {platform.machine()}",
+    }
+    rows = [[key, str(value)] for key, value in {**facts, **made}.items()]
+    return Section("Where it comes from", table=Table(["fact", "value"], rows, facts=True))
+
+
+def hardware() -> str:
+    """Where the numbers were made."""
+    return f"{_device()}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def _device() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    threads = torch.get_num_threads()
+    return f"{threads} CPU thread{'s' if threads > 1 else ''}"

@@ -1,0 +1,256 @@
+r"""The paper's Appendix B in closed form: the 1-D example, the case where PTT fails, the cdf after the sigmoid.
+
+Inputs of label -1 are uniform on (-1/2, 0), those of label 1 on (0, 1/2), and the two labels mirror each other, so one
+score, that of label -1, tells everything. With :math:`h = \Phi^{-1}(E[S(x + \sigma Z)])` and r = epsilon / sigma the
+robust set keeps a label while h is at most tau + r, where tau is the 1 - alpha quantile of h on (-1/2, 0). Nothing here
+is sampled: thresholds, gaps and sizes are roots of sums of normal cdfs.
+
+Rows carry the digits that the paper prints beside the computed ones and name those that differ: a coverage gap (7.98 %),
+a tau (-1.245), and the changes of size, which the paper took from sizes already rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+from scipy.special import logit
+
+from keepcover.errors import InputError
+from keepcover.paper.piecewise import Score, Smoothed
+
+LOW, MIDDLE, HIGH = -0.5, 0.0, 0.5
+
+HPS = Score(knots=(LOW, HIGH), before=(0.0, 1.0), after=(0.0, 1.0))
+"""The linear model's score of label -1: x + 1/2, kept within [0, 1]."""
+
+S_B = Score(knots=(LOW, HIGH), before=(0.5, 1.0), after=(0.0, 0.5))
+"""The failure case: as HPS between the knots, undecided beyond them (and there barely in favour of the wrong label)."""
+
+S_B_PTT = Score(knots=(LOW, MIDDLE, HIGH), before=(1.0, 0.0, 1.0), after=(0.0, 1.0, 0.0))
+"""PTT of the failure case, T -> 0 and b = 1/2: what was barely wrong beyond the knots is now entirely wrong."""
+
+PRINTED_1D = {
+    (0.01, "HPS"): ("0.07916", "7.98%", "0.98", "0.08"),
+    (0.01, "PTT"): ("0.02", "2.00%", "0.92", "0.02", "-6.12%"),
+    (0.001, "HPS"): ("0.2503", "10.00%", "1.15", "0.25"),
+    (0.001, "PTT"): ("0.02", "2.00%", "0.92", "0.02", "-20.00%"),
+    (0.0001, "HPS"): ("0.7916", "10.00%", "1.62", "0.72"),
+    (0.0001, "PTT"): ("0.02", "2.00%", "0.92", "0.02", "-43.21%"),
+}
+COLUMNS_1D = ("slope_times_r", "coverage_gap", "size", "conservativeness", "size_change")
+
+PRINTED_FAILURE = {
+    (0.1, "S_b"): ("-0.620", "0.512", "0.012"),
+    (0.1, "PTT"): ("-1.245", "0.504", "0.004"),
+    (0.2, "S_b"): ("-0.464", "0.529", "0.029"),
+    (0.2, "PTT"): ("-0.536", "0.511", "0.011"),
+    (0.3, "S_b"): ("-0.302", "0.525", "0.025"),
+    (0.3, "PTT"): ("-0.169", "0.529", "0.029"),
+}
+COLUMNS_FAILURE = ("tau", "size", "conservativeness")
+
+
+def hps_after_ptt(alpha: float) -> Score:
+    """PTT of HPS as T -> 0: a step at the quantile, x = -alpha / 2, that is b = (1 - alpha) / 2.
+
+    Any other b moves the step and tau together and changes nothing else. The slope of the cdf of h at tau is then
+    2 sigma, the least that any score with values in [0, 1] can have, since h is never steeper than 1 / sigma.
+    """
+    return Score(knots=(-alpha / 2,), before=(0.0,), after=(1.0,))
+
+
+# -- the law of a smoothed score ---------------------------------------------------------------------------------------
+
+
+def cdf(h: Smoothed, t: float) -> float:
+    """P(h <= t) for the true label."""
+    return _length(h.below(t, LOW, MIDDLE)) / (MIDDLE - LOW)
+
+
+def density(h: Smoothed, t: float) -> float:
+    """Slope of the cdf at t: the sum of 2 / |h'| over all inputs of the label where h = t; infinite where h is flat."""
+    slopes = [abs(float(h.derivative(x))) for x in h.crossings(t, LOW, MIDDLE)]
+    return sum(1 / slope if slope else math.inf for slope in slopes) / (MIDDLE - LOW)
+
+
+def threshold(h: Smoothed, alpha: float) -> float:
+    """tau, the 1 - alpha quantile of the true label's h: h at the quantile of x where h is monotone, else a root.
+
+    Example:
+        >>> threshold(Smoothed(hps_after_ptt(0.1), sigma=0.1), alpha=0.1)
+        0.0
+    """
+    from scipy.optimize import brentq
+
+    _check_alpha(alpha)
+    values = [float(h(x)) for branch in h.branches(LOW, MIDDLE) for x in branch]
+    if len(values) == 2:
+        return float(h(-alpha / 2 if values[0] < values[1] else (alpha - 1) / 2))
+    root = brentq(lambda t: cdf(h, t) - (1 - alpha), min(values), max(values), xtol=1e-15)
+    return float(root)  # pyright: ignore[reportArgumentType]
+
+
+def mean_size(h: Smoothed, t: float) -> float:
+    """Labels per input when a label is kept while h <= t; the other label contributes as much, mirrored."""
+    return 2 * _length(h.below(t, LOW, HIGH)) / (HIGH - LOW)
+
+
+def _check_alpha(alpha: float) -> None:
+    if not 0 < alpha < 1:
+        raise InputError(f"expected alpha between 0 and 1, got {alpha}")
+
+
+def _length(intervals: Sequence[tuple[float, float]]) -> float:
+    return math.fsum(high - low for low, high in intervals)
+
+
+# -- the tables --------------------------------------------------------------------------------------------------------
+
+
+def one_dimensional(
+    epsilon: float = 0.01, alpha: float = 0.1, variances: Sequence[float] = (0.01, 0.001, 0.0001)
+) -> list[dict[str, Any]]:
+    """The 1-D example: HPS and PTT for every sigma^2.
+
+    Returns:
+        Rows with ``variance``, ``score``, ``tau``, ``slope_times_r`` (slope of the cdf at tau times epsilon / sigma, the
+        linear approximation of the gap), ``coverage_gap``, ``size``, ``conservativeness`` (size above that of the set
+        before inflation), ``size_change`` (against HPS; PTT only), ``paper`` (the digits as printed, None for settings
+        the paper does not print) and ``differs`` (where the printed digits are not those computed, or None).
+
+    Example:
+        >>> for row in one_dimensional(variances=[0.01]):
+        ...     print(row["score"], f"{row['size']:.6f}", row["paper"]["size"], row["differs"])
+        HPS 0.979528 0.98 coverage_gap: computed 7.95%, printed 7.98%
+        PTT 0.920000 0.92 size_change: computed -6.08%, printed -6.12%
+    """
+    _check_alpha(alpha)
+    _check_table("epsilon", epsilon, "variances", variances)
+    rows = []
+    for variance in variances:
+        sigma = math.sqrt(variance)
+        hps, ptt = (_row(Smoothed(s, sigma), epsilon / sigma, alpha) for s in (HPS, hps_after_ptt(alpha)))
+        ptt["size_change"] = ptt["size"] / hps["size"] - 1
+        printed = PRINTED_1D if (epsilon, alpha) == (0.01, 0.1) else {}
+        for name, row in (("HPS", hps), ("PTT", ptt)):
+            beside = _beside(row, COLUMNS_1D, printed.get((variance, name)))
+            rows.append({"variance": variance, "score": name, **row, **beside})
+    return rows
+
+
+def failure_case(
+    r: float = 0.01, alpha: float = 0.5, sigmas: Sequence[float] = (0.1, 0.2, 0.3)
+) -> list[dict[str, Any]]:
+    """The case where PTT can enlarge sets: S_b and its PTT for every sigma, inflated by r = epsilon / sigma.
+
+    Returns:
+        Rows with ``sigma``, ``score``, ``tau``, ``slope_times_r``, ``coverage_gap``, ``size``, ``conservativeness``,
+        ``paper`` and ``differs``, as :func:`one_dimensional` has them.
+
+    Example:
+        >>> for row in failure_case(sigmas=[0.3]):
+        ...     print(row["score"], f"{row['tau']:.6f} {row['size']:.6f}", row["paper"]["size"])
+        S_b -0.301676 0.525076 0.525
+        PTT -0.168674 0.528850 0.529
+    """
+    _check_table("r", r, "sigmas", sigmas)
+    rows = []
+    for sigma in sigmas:
+        for name, score in (("S_b", S_B), ("PTT", S_B_PTT)):
+            row = _row(Smoothed(score, sigma), r, alpha)
+            printed = PRINTED_FAILURE if (r, alpha) == (0.01, 0.5) else {}
+            beside = _beside(row, COLUMNS_FAILURE, printed.get((sigma, name)))
+            rows.append({"sigma": sigma, "score": name, **row, **beside})
+    return rows
+
+
+def _row(h: Smoothed, r: float, alpha: float) -> dict[str, float]:
+    tau = threshold(h, alpha)
+    size = mean_size(h, tau + r)
+    return {
+        "tau": tau,
+        "slope_times_r": density(h, tau) * r,
+        "coverage_gap": cdf(h, tau + r) - (1 - alpha),
+        "size": size,
+        "conservativeness": size - mean_size(h, tau),
+    }
+
+
+def _check_table(name: str, radius: float, widths_name: str, widths: Sequence[float]) -> None:
+    if not 0 <= radius < math.inf:
+        raise InputError(f"expected {name} >= 0, got {radius}")
+    if not widths or not all(0 < width < math.inf for width in widths):
+        raise InputError(f"expected {widths_name} > 0, one at least, got {list(widths)}")
+
+
+def _beside(row: Mapping[str, float], columns: Sequence[str], printed: Sequence[str] | None) -> dict[str, Any]:
+    """What the paper prints, and where it differs."""
+    if printed is None:
+        return {"paper": None, "differs": None}
+    paper = dict(zip(columns, printed, strict=False))  # only PTT rows print a change of size
+    shown = {column: as_printed(row[column], text) for column, text in paper.items()}
+    notes = [f"{c}: computed {shown[c]}, printed {text}" for c, text in paper.items() if shown[c] != text]
+    return {"paper": paper, "differs": "; ".join(notes) or None}
+
+
+def as_printed(value: float, like: str) -> str:
+    """A number with the digits and the unit of a printed one.
+
+    Example:
+        >>> as_printed(0.0795276, like="7.98%"), as_printed(0.97953, like="0.98")
+        ('7.95%', '0.98')
+    """
+    digits, unit = (like[:-1], "%") if like.endswith("%") else (like, "")
+    decimals = len(digits.partition(".")[2])
+    return f"{100 * value if unit else value:.{decimals}f}{unit}"
+
+
+# -- the curves --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A smoothed score along the inputs; its cdf for the true label from 0 to 1, with the slope at the threshold."""
+
+    x: ndarray
+    h: ndarray
+    t: ndarray
+    cdf: ndarray
+    tau: float
+    slope: float
+
+
+def failure_curves(sigma: float = 0.3, alpha: float = 0.5, points: int = 101) -> dict[str, Curves]:
+    """What the paper's figure of the failure case draws, by score."""
+    if points < 2:
+        raise InputError(f"expected two points of a curve or more, got {points}")
+    x = np.linspace(LOW, HIGH, points)
+    curves = {}
+    for name, score in (("S_b", S_B), ("PTT", S_B_PTT)):
+        h = Smoothed(score, sigma)
+        tau = threshold(h, alpha)
+        ends = [float(h(end)) for branch in h.branches(LOW, MIDDLE) for end in branch]
+        # The cdf leaves 0 like a square root where h turns: points as squares keep it smooth.
+        t = min(ends) + (max(ends) - min(ends)) * np.linspace(0, 1, points) ** 2
+        curves[name] = Curves(x, h(x), t, np.array([cdf(h, float(each)) for each in t]), tau, density(h, tau))
+    return curves
+
+
+def sigmoid_cdf(t: float | ndarray, b: float = 0.9, T: float = 1 / 400) -> Any:
+    """The cdf of Q_sig(U), U uniform on [0, 1]: the sigmoid's inverse, b + T logit(t), kept within [0, 1].
+
+    At the threshold t = 1/2 (for b = 1 - alpha) its slope is 4 T, against 1 before the sigmoid: small T flattens it.
+    (The paper's Appendix B.4 prints the reciprocal.)
+
+    Example:
+        >>> print(sigmoid_cdf(np.array([0.0, 0.5, 1.0])))
+        [0.  0.9 1. ]
+    """
+    if not 0 < T < math.inf or not 0 <= b <= 1:
+        raise InputError(f"expected a temperature T > 0 and a centre b in [0, 1], got T = {T} and b = {b}")
+    return np.clip(b + T * logit(np.clip(t, 0, 1)), 0, 1)

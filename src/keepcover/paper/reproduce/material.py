@@ -1,0 +1,215 @@
+"""Data, weights and noisy outputs for the runner: found, computed once, kept on disk.
+
+CIFAR's noisy features go through the store. ImageNet's outputs are too many to keep: its images stream by, and only the
+statistics that methods threshold remain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from keepcover.attacks import NoisyModel, pgd
+from keepcover.data import ImageFolder, Labelled, cifar, image_folder
+from keepcover.engine.smoother import Smoother
+from keepcover.errors import InputError
+from keepcover.evaluation import Attacked, InMemory, Network, Source
+from keepcover.evaluation.random_splits import random_splits
+from keepcover.models import CifarResNet, ResNet50, backbone, find_weights, last_linear, load_head, load_weights
+from keepcover.noise import Stream, get_noise
+from keepcover.paper.reproduce.cells import Origin, head_name
+from keepcover.store import LogitStore, StoreKey
+
+DATASETS = ("cifar10", "cifar100")
+CHUNK_IMAGES = 250  # divides 10 000: every forward pass has one shape, so a compiled network is compiled once
+
+
+@dataclass
+class Material:
+    """Everything the tables are computed from.
+
+    Noisy **features** are stored, not logits: the heads of one backbone are matrix products of the same features.
+
+    Attributes:
+        data: folder of the official CIFAR files, and of ImageNet's validation images as ``imagenet/CLASS/*.JPEG``.
+        models: folder of weights and heads; where it lacks one, names are looked up as :func:`find_weights` does.
+        store: folder of the noisy features.
+        images: use only so many test images (of an image folder, so many at random).
+        holdout: points set aside for tuning and PTT.
+        attack_images, attack_steps, attack_draws: the SmoothAdv attack.
+        used: fingerprints of the data and weights read so far, by name.
+    """
+
+    data: Path | None
+    models: Path | None
+    store: Path
+    device: str = "cpu"
+    images: int | None = None
+    compile: bool = False
+    seed: int = 0
+    holdout: int = 500
+    attack_images: int = 2000
+    attack_steps: int = 20
+    attack_draws: int = 32
+    depth: int = 110
+    progress: bool = True
+    used: dict[str, str] = field(default_factory=dict)
+    _datasets: dict[str, Labelled] = field(default_factory=dict)
+    _stores: dict[str, LogitStore] = field(default_factory=dict)
+    _features: OrderedDict[Origin, Tensor] = field(default_factory=OrderedDict)
+    _logits: dict[Origin, Tensor] = field(default_factory=dict)
+    _attacks: dict[tuple[Origin, float, int], Attacked] = field(default_factory=dict)
+
+    def dataset(self, name: str) -> Labelled:
+        """The test images, the first ``images`` of them."""
+        if name not in self._datasets:
+            if self.data is None:
+                raise InputError(f"{name} is needed: give the folder of its official files with --data")
+            everything = cifar(name, self.data, "test")
+            self._datasets[name] = everything[: self.images or len(everything)]
+            self.used[name] = self._datasets[name].fingerprint
+        return self._datasets[name]
+
+    def imagenet(self) -> ImageFolder:
+        """ImageNet's validation images, decoded as they are needed; folders of small images are taken as they are."""
+        root = None if self.data is None else self.data / "imagenet"
+        if root is None or not root.is_dir():
+            raise InputError(
+                "ImageNet is needed and cannot be downloaded freely: give --data a folder that holds its validation images as "
+                "imagenet/CLASS/*.JPEG. The numbers of the paper's ImageNet tables need all 50 000 of them and a GPU"
+            )
+        folder = image_folder(root, resize=None, crop=None)
+        folder = folder if min(folder.shape[1:]) < 224 else image_folder(root)
+        if self.images is None or self.images >= len(folder):
+            return folder
+        order = torch.randperm(len(folder), generator=torch.Generator().manual_seed(self.seed))
+        return folder.subset(order[: self.images].sort().values)
+
+    def find(self, name: str) -> Path:
+        """Weights or a head by name."""
+        for suffix in (".safetensors", ".pth.tar", ".pth", ".pt"):
+            if self.models is not None and (self.models / f"{name}{suffix}").is_file():
+                found = self.models / f"{name}{suffix}"
+                break
+        else:
+            found = find_weights(name)
+        self.used[name] = hashlib.sha256(found.read_bytes()).hexdigest()
+        return found
+
+    def unchanged(self, used: dict[str, str]) -> bool:
+        """Whether the data and weights of these names are still those of an earlier run."""
+        for name in used:
+            if name in DATASETS:
+                self.dataset(name)
+            else:
+                self.find(name)
+        return used.items() <= self.used.items()
+
+    def model(self, origin: Origin) -> nn.Module:
+        """The network of an origin with its head, in eval mode on the device."""
+        if origin.dataset == "imagenet":
+            model = load_weights(ResNet50(), self.find(origin.weights))
+        else:
+            classes = len(self.dataset(origin.dataset).class_names)
+            model = load_weights(CifarResNet(self.depth, classes), self.find(origin.weights))
+        if origin.head != "base":
+            load_head(model, self.find(head_name(origin.weights, origin.head, origin.epsilon)))
+        return model.to(self.device).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
+
+    @property
+    def _half(self) -> torch.dtype | None:
+        return torch.float16 if self.device.startswith("cuda") else None
+
+    def smoother(self, model: nn.Module, sigma: float, compile: bool) -> Smoother:
+        return Smoother(
+            model,
+            sigma,
+            autocast=self._half,
+            channels_last=True,
+            compile=compile,
+            progress=self.progress,
+            batch_size=16000 if self._half else None,
+        )
+
+    def features(self, origin: Origin, draws: int) -> Tensor:
+        """Noisy features [n, draws, d] of its backbone, float16: from the store, computed where it lacks them."""
+        body = replace(origin, head="base", epsilon=0.0)
+        known = self._features.get(body)
+        if known is None or known.shape[1] < draws:
+            data = self.dataset(origin.dataset)
+            # Features have no classes: the labels stay with the dataset.
+            images = (data.images, torch.zeros(len(data), dtype=torch.int64))
+            smoother = self.smoother(backbone(self.model(body)), origin.sigma, self.compile)
+            key = StoreKey.of(smoother, images, self.seed)
+            if key.folder not in self._stores:  # kept: a store that is open knows which of its files it has checked
+                self._stores[key.folder] = LogitStore.open(
+                    self.store, key, chunk_images=CHUNK_IMAGES, progress=self.progress
+                )
+            store = self._stores[key.folder]
+            store.fill(smoother, images, draws)
+            while len(self._features) >= 2:  # the runner goes origin by origin
+                self._features.popitem(last=False)
+            self._features[body] = known = store.read(draws=draws)
+        return known[:, :draws]
+
+    def logits(self, origin: Origin, draws: int) -> Tensor:
+        """Noisy logits [n, draws, K], float32, where the evaluation will run."""
+        if origin in self._logits and self._logits[origin].shape[1] >= draws:
+            return self._logits[origin][:, :draws]
+        self._logits.clear()  # they are large, and the runner goes origin by origin
+        _, head = last_linear(self.model(origin))
+        features = self.features(origin, draws)
+        where = torch.device(self.device)
+        out = torch.empty(*features.shape[:2], head.out_features, device=where)
+        step = max(1, (2**24 if where.type == "cuda" else 2**16) // draws)  # a CPU works best in its cache
+        with torch.inference_mode():
+            for at in range(0, len(out), step):
+                part = slice(at, at + step)
+                out[part] = head(features[part].to(where).float())
+        self._logits[origin] = out
+        return out
+
+    def victims(self, count: int) -> Tensor:
+        """Positions of the images to attack, never of the holdout."""
+        split = next(random_splits(count, 1, self.holdout, self.seed))
+        rest = torch.cat([split.calibration, split.test])
+        order = torch.randperm(len(rest), generator=torch.Generator().manual_seed(self.seed))
+        return rest[order][: self.attack_images].sort().values
+
+    def attack(self, origin: Origin, images: Tensor, labels: Tensor, ids: Tensor, epsilon: float) -> Tensor:
+        """SmoothAdv (plain PGD without noise), with noise of the attacker's own."""
+        stream = Stream(self.seed + 1, "attack")
+        noisy = NoisyModel(self.model(origin), origin.sigma, self.attack_draws, stream, self._half)
+        return pgd(noisy, images, labels, epsilon, steps=self.attack_steps, ids=ids, progress=self.progress)
+
+    def noisy(self, origin: Origin, draws: int) -> Source:
+        """Noisy outputs of the test images: CIFAR's in memory, ImageNet's from the network as they are asked for."""
+        if origin.dataset == "imagenet":
+            data = self.imagenet()
+            smoother = self.smoother(self.model(origin), origin.sigma, self.compile)
+            return Network(smoother, data, draws, Stream(self.seed, "test"))
+        return InMemory(self.logits(origin, draws), self.dataset(origin.dataset).labels, get_noise(origin.sigma))
+
+    def attacked(self, origin: Origin, epsilon: float, draws: int) -> Attacked:
+        """Noisy outputs of attacked test images."""
+        if (origin, epsilon, draws) not in self._attacks:
+            data = self.imagenet() if origin.dataset == "imagenet" else self.dataset(origin.dataset)
+            chosen, stream = self.victims(len(data)), Stream(self.seed, "test")
+            some = data.subset(chosen).load(progress=self.progress) if isinstance(data, ImageFolder) else data[chosen]
+            moved, model = self.attack(origin, *some.pair, chosen, epsilon), self.model(origin)
+            if isinstance(data, ImageFolder):
+                smoother = self.smoother(model, origin.sigma, self.compile)
+                found = Network(smoother, moved, draws, stream, chosen, labelled=False)
+            else:  # through float16 features and the same head, as the clean outputs go through the store
+                _, head = last_linear(model)
+                smoother = self.smoother(backbone(model), origin.sigma, self.compile)
+                with torch.inference_mode():
+                    outputs = smoother.reduce(moved, draws, stream, lambda _, f: head(f.half().float()), chosen)
+                found = InMemory(outputs, some.labels, smoother.noise)
+            self._attacks[origin, epsilon, draws] = Attacked("SmoothAdv", chosen, found)
+        return self._attacks[origin, epsilon, draws]

@@ -1,0 +1,358 @@
+"""A predictor on disk: one safetensors file, checksummed throughout; whatever does not match is refused.
+
+The file holds the calibration items' scores, the holdout scores of PTT, and what the model and the task give on a few fixed
+inputs; its metadata hold a JSON manifest (format, task, noise, promises, rules, numerics, model, checksums) and the
+manifest's own checksum. Nothing is executed on loading. A checksum is no signature, so everything that follows from
+something else in the file is derived again and compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialize
+from torch import Tensor
+
+from keepcover.engine.fingerprint import Identity, identifier
+from keepcover.engine.inputs import InputRange
+from keepcover.engine.progress import Report
+from keepcover.engine.smoother import Classifier, Smoother, numeric_options
+from keepcover.errors import InputError
+from keepcover.files import write_file
+from keepcover.methods import Asked, Rule, saved_method
+from keepcover.noise import NOISES, get_noise
+from keepcover.prediction.predictor import Calibrated, Level, Predictor
+from keepcover.promises import CLAUSES
+from keepcover.scores import PTT, Draws, Items
+from keepcover.tasks import TASKS
+
+FORMAT = 3  # 1 and 2 were holdfast's
+_MOST = 2**24  # classes, points and draws: more would be asked of memory before they could be compared
+
+
+def _digest(tensor: Tensor) -> str:
+    tensor = tensor.contiguous()
+    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes()).hexdigest()
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def save(predictor: Predictor, path: str | Path, fingerprint: str | None = None) -> None:
+    """Write a predictor to one file."""
+    identity, smoother = predictor.identity, predictor.smoother
+    if smoother is not None:
+        if identity is None:
+            raise InputError("this predictor does not know its model; attach it with predictor.with_model(model)")
+        if fingerprint and fingerprint != identity.fingerprint:
+            identity = replace(identity, fingerprint=fingerprint, structure=None)
+        identity = replace(identity, fingerprint=identifier(smoother.model, identity.fingerprint))
+        predictor = replace(predictor, identity=identity)
+    _refuse_code(predictor)
+    tensors = {"calibration": predictor.items.draws.values, "probe_scores": predictor.task.probe()}
+    optional = {
+        "weight": predictor.items.weight,
+        "reference": predictor.reference,
+        "probe_outputs": None if identity is None else identity.outputs,
+    }
+    tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    text = json.dumps(_manifest(predictor, tensors), sort_keys=True)
+    write_file(path, serialize(tensors, {"keepcover": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
+
+
+def _refuse_code(predictor: Predictor) -> None:
+    """Parts that are exactly what a registry names can be written; others are code of the user's."""
+    parts: list[tuple[Any, Any]] = [
+        (predictor.task, TASKS.get(predictor.task.name)),
+        (predictor.noise, NOISES.get(predictor.noise.name)),
+    ]
+    if (
+        predictor.smoother is not None
+        and predictor.identity is not None
+        and not predictor.identity.runs_plainly(predictor.smoother)
+    ):
+        parts.append((predictor.smoother, Smoother))
+    for calibrated in predictor.levels.values():
+        rule = calibrated.rule
+        parts.append((rule.method, type(saved_method(rule.name, {}))))
+        parts.extend((clause, CLAUSES.get(clause.keyword)) for clause in rule.asked.promise.clauses)
+        if rule.method.transform is not None:
+            parts.append((rule.method.transform, PTT))
+        parts.append(
+            (rule, type(_rule(rule.name, rule.method.options(), rule.asked, rule.parameters(), predictor.reference)))
+        )
+    for own, known in parts:
+        if type(own) is not known:
+            raise InputError(
+                f"{type(own).__name__} is code of yours, which a file cannot hold; it would be loaded as another"
+            )
+
+
+def _manifest(predictor: Predictor, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    identity = predictor.identity
+    return {
+        "format": FORMAT,
+        "task": predictor.task.config(),
+        "noise": predictor.noise.config(),
+        "numerics": predictor.numerics,
+        "model": None
+        if identity is None
+        else {
+            "fingerprint": identity.fingerprint,
+            "structure": identity.structure,
+            "probe_shape": None if identity.shape is None else list(identity.shape),
+        },
+        "points": predictor.items.points,
+        "holdout_size": predictor.holdout_size,
+        "inputs": None if predictor.inputs is None else asdict(predictor.inputs),
+        "provenance": predictor.provenance,
+        "levels": [_entry(calibrated, predictor) for calibrated in predictor.levels.values()],
+        "checksums": {name: _digest(tensor) for name, tensor in tensors.items()},
+    }
+
+
+def _entry(calibrated: Calibrated, predictor: Predictor) -> dict[str, Any]:
+    rule = calibrated.rule
+    return {
+        "method": rule.name,
+        "options": rule.method.options(),
+        "asked": rule.asked.config(),
+        "parameters": rule.parameters(),
+        "threshold": [repr(value) for value in calibrated.threshold.flatten().tolist()],
+        "guarantee": predictor.promised(rule).to_dict(),
+    }
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The checked manifest and tensors of a saved predictor, without any model."""
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"no predictor at {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, ValueError, OSError) as error:
+        raise InputError(f"{path} is not a complete safetensors file ({error}); save the predictor again") from None
+    if "holdfast" in metadata:
+        raise InputError(f"{path} was saved by holdfast 0.1.0, as keepcover was called before; calibrate again")
+    if "keepcover" not in metadata or "sha256" not in metadata:
+        raise InputError(f"{path} is a safetensors file but not a keepcover predictor; make one with Predictor.save")
+    text = metadata["keepcover"]
+    if hashlib.sha256(text.encode()).hexdigest() != metadata["sha256"]:
+        raise InputError(f"the manifest of {path} does not match its checksum: the file was altered; save it again")
+    with _malformed(path):
+        manifest = json.loads(text)
+        version, expected = manifest.get("format"), dict(manifest["checksums"])
+    if version != FORMAT:
+        raise InputError(f"{path} has format {version}, this version reads {FORMAT}; calibrate again")
+    found = {name: _digest(tensor) for name, tensor in tensors.items()}
+    if found != expected:
+        differ = sorted(set(found) ^ set(expected)) or sorted(name for name in found if found[name] != expected[name])
+        raise InputError(
+            f"{path}: tensor {differ[0]!r} does not match its checksum: the file was altered; save it again"
+        )
+    return manifest, tensors
+
+
+@contextlib.contextmanager
+def _malformed(path: str | Path) -> Iterator[None]:
+    """A manifest whose checksum is right and whose content makes no sense was not written by this library."""
+    try:
+        yield
+    except InputError as error:
+        raise error if str(path) in str(error) else InputError(f"{path}: {error}") from None
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, ArithmeticError) as error:
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise InputError(f"the manifest of {path} makes no sense ({reason}); save the predictor again") from None
+
+
+def _agree(field: str, stated: Any, found: Any) -> None:
+    """The one way in which a file is inconsistent: it states something that does not follow from the rest of it."""
+    one, other = (json.dumps(value, sort_keys=True) for value in (stated, found))  # in which 1, 1.0 and true differ
+    if one != other:
+        if isinstance(stated, dict) and isinstance(found, dict):
+            for key in sorted({*stated, *found}):
+                _agree(f"{field}.{key}" if field else key, stated.get(key), found.get(key))
+        raise InputError(
+            f"it states {field} {_brief(one)}, the rest of it gives {_brief(other)}; save the predictor again"
+        )
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "int": lambda value: type(value) is int and 0 <= value <= _MOST,
+    "float": lambda value: type(value) is float and not math.isnan(value),
+    "int | None": lambda value: value is None or _KINDS["int"](value),
+    "tuple[float, ...]": lambda value: type(value) is tuple and all(map(_KINDS["float"], value)),
+    "str": lambda value: type(value) is str,
+    "bool": lambda value: type(value) is bool,
+}
+
+
+def _typed(value: Any) -> Any:
+    """A dataclass made of JSON values, each field of the type it names: JSON takes 1.5 for a count, and true for 1."""
+    for field in fields(value):
+        own = getattr(value, field.name)
+        if is_dataclass(own) and not isinstance(own, type):
+            _typed(own)
+        elif str(field.type) in _KINDS and not _KINDS[str(field.type)](own):
+            raise InputError(f"expected {field.type} for {field.name}, got {_brief(str(own))}")
+    return value
+
+
+def _rule(
+    name: str, options: dict[str, Any], asked: Asked, parameters: dict[str, Any], reference: Tensor | None
+) -> Rule:
+    method = saved_method(name, options)
+    steps = None
+    if method.transform is not None:
+        if reference is None:
+            raise InputError(f"{name} transforms scores, and there are no holdout scores; save the predictor again")
+        steps = method.transform.fit(reference, asked.alpha)
+    listed = {key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()}
+    return method.rule(asked, steps, **listed)
+
+
+def restore(path: str | Path, score: Any = None) -> Predictor:
+    """The promises of a saved predictor without its model, each number derived again and compared with what is stated."""
+    manifest, tensors = read(path)
+    with _malformed(path):
+        values, held = tensors["calibration"], tensors.get("reference")
+        if values.ndim != 2 or not values.is_floating_point() or values.isnan().any():
+            raise InputError("expected calibration scores [items, draws] without NaN; save the predictor again")
+        if held is not None and (held.diff() < 0).any():
+            raise InputError("its holdout scores are not sorted; save the predictor again")
+        config = manifest["task"]
+        task = TASKS[config["name"]].from_config(config, score)
+        if is_dataclass(task):
+            _typed(task)
+        task.check_probe(tensors["probe_scores"])
+        items, numerics = _items(manifest, values, tensors.get("weight")), numeric_options(manifest["numerics"])
+        size = manifest["holdout_size"]
+        if held is not None:  # points whose truth no set can hold have no score there
+            _agree("holdout_size", size, max(size, len(held)) if task.open_labels else len(held))
+        model, inputs = manifest["model"], manifest["inputs"]
+        _agree("numerics", bool(numerics), model is not None)
+        if model is None and (inputs is not None or "probe_outputs" in tensors):
+            raise InputError("it knows inputs of its model, and no model; save the predictor again")
+        seen = None if inputs is None else InputRange.from_dict(inputs)
+        if seen is not None and not -math.inf < seen.low <= seen.high < math.inf:
+            raise InputError(f"expected inputs in a finite range, got {seen}; save the predictor again")
+        identity = None
+        if model is not None:
+            low, high = (0.0, 1.0) if seen is None else (seen.low, seen.high)
+            identity = Identity(
+                model["fingerprint"],
+                model["structure"],
+                None if model["probe_shape"] is None else tuple(model["probe_shape"]),
+                low,
+                high,
+                tensors.get("probe_outputs"),
+            )
+            expected = None if seen is None else model["probe_shape"] if seen.shape is None else list(seen.shape)
+            _agree("probe_shape", model["probe_shape"], expected)
+        predictor = Predictor(
+            task,
+            {},
+            items,
+            get_noise(manifest["noise"]),
+            reference=held,
+            identity=identity,
+            holdout_size=manifest["holdout_size"],
+            inputs=seen,
+            numerics=manifest["numerics"],
+            provenance=manifest["provenance"],
+        )
+        levels = dict(_level(entry, predictor) for entry in manifest["levels"])
+        _agree("number of different levels", len(manifest["levels"]), len(levels))
+        if not levels:
+            raise InputError("it makes no promise; calibrate again")
+        _agree("holdout scores", held is not None, any(c.rule.transform is not None for c in levels.values()))
+        predictor = replace(predictor, levels=levels)
+        _agree("", {**manifest, "levels": []}, {**_manifest(predictor, tensors), "levels": []})
+    return predictor
+
+
+def _items(manifest: dict[str, Any], values: Tensor, weight: Tensor | None) -> Items:
+    """What must not be missed, with weights that are some; without weights, one item per point."""
+    points = manifest["points"]
+    if not (_KINDS["int"](points) and _KINDS["int"](manifest["holdout_size"])):
+        raise InputError("expected points and holdout_size as numbers; save the predictor again")
+    if weight is None:
+        _agree("points", points, len(values))
+    elif (
+        weight.shape != (len(values),) or not bool(((weight > 0) & (weight <= 1)).all()) or weight.sum() > points + 1e-3
+    ):
+        raise InputError("expected one weight in (0, 1] per item, at most 1 per point; save the predictor again")
+    return Items(Draws(values), points, weight)
+
+
+def _level(entry: dict[str, Any], predictor: Predictor) -> tuple[Level, Calibrated]:
+    asked = _typed(Asked.from_config(entry["asked"]))
+    rule = _typed(_rule(entry["method"], entry["options"], asked, entry["parameters"], predictor.reference))
+    _agree("noise", asked.threat.noise.config(), predictor.noise.config())
+    _agree("candidates", asked.candidates, predictor.task.candidates)
+    _agree("n", asked.n, predictor.items.points)
+    rule.verify(predictor.task)
+    saved = torch.tensor([float(value) for value in entry["threshold"]], dtype=torch.float64)
+    saved = saved[0] if len(saved) == 1 else saved
+    _agree("", entry, _entry(Calibrated(rule, saved), predictor))
+    again = torch.tensor(rule.threshold(rule.read(predictor.items)), dtype=torch.float64)
+    if again.shape != saved.shape or not bool(
+        ((again == saved) | torch.isclose(again, saved, rtol=1e-12, atol=0)).all()
+    ):
+        raise InputError(
+            f"the threshold {saved.tolist()} does not follow from the calibration scores ({again.tolist()})"
+        )
+    # Another machine may round otherwise: the larger of the two keeps more labels.
+    return (asked.alpha, asked.threat.epsilon), Calibrated(rule, torch.maximum(again, saved))
+
+
+def load(
+    path: str | Path,
+    model: Classifier | None = None,
+    *,
+    fingerprint: str | None = None,
+    score: Any = None,
+    batch_size: int | None = None,
+    device: torch.device | str | None = None,
+    progress: bool | Report = True,
+) -> Predictor:
+    """Read a predictor and put the model back under it; refuses another model, an altered or a foreign file.
+
+    Args:
+        path: what :meth:`Predictor.save` wrote.
+        model: the very model it was calibrated with; weights, structure and the outputs of a few fixed inputs are compared.
+            None for one that was calibrated on noisy outputs, or to look at its promises.
+        fingerprint: the string given at calibration for a model that is not an ``nn.Module``.
+        score: only for custom scores, which are code and therefore not in the file.
+        batch_size, device, progress: see :class:`Smoother`; numerics are restored from the file.
+    """
+    predictor = restore(path, score)
+    if model is None:
+        return predictor
+    with _malformed(path):
+        options = {
+            "batch_size": batch_size,
+            "device": device,
+            "progress": progress,
+            **numeric_options(predictor.numerics),
+        }
+        return predictor.with_model(Smoother(model, predictor.noise, **options), fingerprint)

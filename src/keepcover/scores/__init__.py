@@ -1,0 +1,42 @@
+"""Scores of candidates under noise: HPS, APS, RAPS and yours; PTT; and the draws that rules read."""
+
+from keepcover.scores.draws import Draws, Items, Reading
+from keepcover.scores.scores import (
+    APS,
+    HPS,
+    RAPS,
+    SCORES,
+    CustomScore,
+    Score,
+    aps,
+    as_logits,
+    get_score,
+    hps,
+    log_odds,
+    log_odds_of,
+    raps,
+    top_label,
+)
+from keepcover.scores.transforms import PTT, Steps
+
+__all__ = [
+    "APS",
+    "HPS",
+    "PTT",
+    "RAPS",
+    "SCORES",
+    "CustomScore",
+    "Draws",
+    "Items",
+    "Reading",
+    "Score",
+    "Steps",
+    "aps",
+    "as_logits",
+    "get_score",
+    "hps",
+    "log_odds",
+    "log_odds_of",
+    "raps",
+    "top_label",
+]

@@ -1,0 +1,138 @@
+"""uvicorn around the application: one process or several, JSON logs, and an end that answers what it accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import logging.config
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client.multiprocess import mark_process_dead
+
+from keepcover.errors import InputError
+from keepcover.serve import logs
+from keepcover.serve.app import warm_up
+from keepcover.serve.deployment import Deployment
+from keepcover.serve.limits import HEAD
+from keepcover.serve.logs import log
+from keepcover.serve.metrics import FOLDER
+from keepcover.serve.workers import STARTUP_FAILURE, end_with_parent, supervise
+from keepcover.web.server import BACKLOG, Announcing, Protocol, bind
+
+
+def run(
+    deployment: Deployment,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    workers: int = 1,
+    trusted_proxies: str | None = None,
+    log_level: str = "info",
+) -> int:
+    """Serve until SIGTERM or SIGINT, answer what was accepted, and return the exit code.
+
+    Args:
+        deployment: what to serve.
+        host, port: where; port 0 takes a free one and logs it.
+        workers: processes that share the port, each with its own model and queue.
+        trusted_proxies: addresses and networks whose ``X-Forwarded-For`` is believed, comma separated; none by
+            default. The client is the last address in it that is not one of these.
+        log_level: debug, info, warning or error.
+    """
+    if workers < 1:
+        raise InputError(f"expected at least 1 worker, got {workers}")
+    logging.config.dictConfig(logs.config(log_level))
+    logging.captureWarnings(True)
+    if deployment.threads is None:
+        deployment = dataclasses.replace(deployment, threads=max(1, (os.cpu_count() or 1) // workers))
+    options: dict[str, Any] = {
+        "lifespan": "on",
+        "http": Protocol,
+        "ws": "none",
+        "loop": "asyncio",
+        "log_config": logs.config(log_level),
+        "log_level": log_level,
+        "access_log": False,
+        "server_header": False,
+        "backlog": BACKLOG,
+        "h11_max_incomplete_event_size": 2 * HEAD,  # the application refuses at HEAD; this bounds what never ends
+        "proxy_headers": trusted_proxies is not None,
+        "forwarded_allow_ips": _proxies(trusted_proxies),
+        "timeout_graceful_shutdown": max(1, round(deployment.settings.shutdown_timeout)),
+    }
+    with bind(host, port) as listener:
+        if workers == 1:
+            app = deployment.build()  # before the port listens: what is wrong is an error here, not an answer there
+            warm_up(app.state.service.predictor, app.state.service.shape)
+            _announce(listener, deployment, workers)
+            return _serve(app, listener, options)
+        _announce(listener, deployment, workers)
+        with tempfile.TemporaryDirectory(prefix="keepcover-") as folder:  # the parent never loads the model
+            os.environ[FOLDER] = folder
+            patience = 2 * deployment.settings.shutdown_timeout + 5
+            try:
+                return supervise(_worker, (deployment, listener, options), workers, patience, mark_process_dead)
+            finally:
+                del os.environ[FOLDER]
+
+
+def _proxies(given: str | None) -> str | None:
+    """Refuse what uvicorn would take as every address, or as a name that no client has."""
+    for part in (given or "127.0.0.1").split(","):
+        try:
+            everybody = ipaddress.ip_network(part.strip()).prefixlen == 0
+        except ValueError:
+            everybody = True
+        if everybody:
+            raise InputError(
+                f"expected --trusted-proxies as addresses or networks like 10.0.0.5,10.1.0.0/16, got {part.strip()!r}; where "
+                "everybody is trusted, a client can pretend to be any other"
+            )
+    return given
+
+
+def _serve(
+    app: FastAPI, listener: socket.socket, options: dict[str, Any], announce: Callable[[], object] = lambda: None
+) -> int:
+    # uvicorn raises the signal again once it has shut down; by then nothing is left to end.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    Announcing(uvicorn.Config(app, **options), announce).run(sockets=[listener])
+    if app.state.service.batcher.busy_since is not None:
+        os._exit(1)  # the model hangs, and Python would wait for its thread for ever
+    return 0
+
+
+def _worker(deployment: Deployment, listener: socket.socket, options: dict[str, Any], ready: Connection) -> None:
+    """In a process of its own."""
+    logging.config.dictConfig(options["log_config"])
+    logging.captureWarnings(True)
+    end_with_parent()
+    try:
+        app = deployment.build()
+    except InputError as error:
+        log.error("cannot start", extra={"fields": {"error": str(error)}})
+        sys.exit(STARTUP_FAILURE)
+    except Exception as error:  # a model of the user's may raise anything
+        log.exception("cannot start", extra={"fields": {"error": f"{type(error).__name__}: {error}"}})
+        sys.exit(STARTUP_FAILURE)
+    sys.exit(_serve(app, listener, options, lambda: ready.send(os.getpid())))
+
+
+def _announce(listener: socket.socket, deployment: Deployment, workers: int) -> None:
+    host, port = listener.getsockname()[:2]
+    token = deployment.settings.token is not None
+    fields = {"host": host, "port": port, "workers": workers, "token": token}
+    if token or ipaddress.ip_address(host).is_loopback:
+        log.info("serving", extra={"fields": fields})
+    else:
+        log.warning("serving, open to the network without a token", extra={"fields": fields})

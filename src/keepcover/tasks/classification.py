@@ -1,0 +1,208 @@
+"""Classification: outputs are logits, one label per point is true, and a set holds labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from numpy import ndarray
+from torch import Tensor
+
+from keepcover.errors import InputError
+from keepcover.guarantee import Guarantee
+from keepcover.noise import Stream
+from keepcover.noise.stream import probes
+from keepcover.scores import SCORES, CustomScore, Draws, Items, Reading, Score, get_score, top_label
+from keepcover.scores.draws import joined, on_device, pieces
+from keepcover.tasks.base import Rule, Task
+from keepcover.tasks.metrics import check_labels
+from keepcover.tasks.sets import PredictionSets
+
+
+@dataclass(frozen=True)
+class Classification(Task):
+    """Label sets from logits ``[n, N, K]``.
+
+    Attributes:
+        score: non-conformity of labels: a name, a :class:`Score` or a function of logits.
+        class_names: for reading sets.
+        classes: K, once outputs have been seen.
+        open_labels: allow the label -1 for a point whose class the model does not have. Every set misses it, so it counts as
+            missed, and the promise then includes queries of unknown classes.
+
+    Example:
+        >>> task = Classification("hps").seen(torch.zeros(5, 2, 3))
+        >>> task.classes, task.items(torch.zeros(5, 2, 3), torch.zeros(5).long(), Reading(True), torch.zeros(5)).points
+        (3, 5)
+    """
+
+    score: Score | str | Callable[..., Tensor] = "hps"
+    class_names: tuple[str, ...] | None = None
+    classes: int | None = None
+    open_labels: bool = False
+
+    name = "classification"
+    words = "the set contains the true label of a query"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "score", get_score(self.score))
+        if self.class_names is not None:
+            object.__setattr__(self, "class_names", tuple(str(name) for name in self.class_names))
+            if self.classes not in (None, len(self.class_names)):
+                raise InputError(
+                    f"expected {self.classes} class names, one per output of the model, got {len(self.class_names)}"
+                )
+
+    @property
+    def _score(self) -> Score:
+        assert isinstance(self.score, Score)
+        return self.score
+
+    @property
+    def score_name(self) -> str:
+        return self._score.name
+
+    @property
+    def bounded(self) -> bool:
+        return self._score.bounded
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
+        closed = (
+            "The true label is one of the classes that the model has: a query of another class is missed by every set."
+        )
+        return () if self.open_labels else (closed,)
+
+    @property
+    def candidates(self) -> int | None:
+        return self.classes
+
+    def seen(self, outputs: Tensor) -> Classification:
+        if outputs.ndim != 3 or outputs.shape[2] < 2 or not outputs.is_floating_point():
+            raise InputError(
+                f"expected float logits [images, draws, classes] of at least 2 classes, got {outputs.dtype} "
+                f"{tuple(outputs.shape)}"
+            )
+        classes = outputs.shape[2]
+        if self.classes not in (None, classes):
+            raise InputError(f"the predictor was calibrated on {self.classes} classes, the model returned {classes}")
+        return self if self.classes == classes else replace(self, classes=classes)
+
+    def check_truth(self, truth: Any, n: int) -> Tensor:
+        return check_labels(truth, n, self.classes or 2**31, -int(self.open_labels))
+
+    def uniform(self, stream: Stream, ids: Tensor) -> Tensor:
+        return stream.uniform(ids, "aps") if self._score.randomized else torch.zeros(len(ids), device=ids.device)
+
+    def prepare(self, outputs: Tensor, reading: Reading, u: Tensor) -> Draws:
+        """Noisy scores of every label: logits ``[n, N, K]`` -> ``[n, K, N]``."""
+        score, unit = self._score, reading.transform is not None or (not reading.order and self._score.unfailing)
+        function = score.order if reading.order else score
+        parts = []
+        for part in pieces(outputs):  # what is allocated in between stays small
+            some = function(outputs[part], u[part, None])
+            parts.append((some if reading.transform is None else reading.transform(some)).transpose(1, 2).contiguous())
+        values = joined(parts)
+        if not score.unfailing and values.isnan().any():
+            raise InputError(f"score {score.name!r} returned NaN; a NaN has no rank, so it carries no guarantee")
+        return Draws(values, unit=unit)
+
+    def items(self, outputs: Tensor, truth: Tensor, reading: Reading, u: Tensor) -> Items:
+        if self.open_labels and bool((truth < 0).any()):
+            known = replace(self, open_labels=False).items(outputs, truth.clamp_min(0), reading, u)
+            # No class that the model has scores higher than a class that it does not have.
+            worst = torch.inf if reading.order and reading.transform is None else 1.0
+            return Items.single(Draws(known.draws.values.masked_fill((truth < 0)[:, None], worst), known.draws.unit))
+        if not reading.order or not self._score.unfailing:  # what may be NaN is looked at as a whole
+            return Items.single(self.prepare(outputs, reading, u).of_label(truth))
+        labels = truth[:, None].expand(outputs.shape[:2])
+        values = joined([self._score.order_of(outputs[p], labels[p], u[p, None]) for p in pieces(outputs)])
+        return Items.single(Draws(values if reading.transform is None else reading.transform(values)))
+
+    def summary(self, prepared: Draws, rule: Rule, v: Tensor) -> Tensor:
+        return rule.test_statistic(prepared.first(rule.test_draws), v)
+
+    def fit(self, scores: Tensor, reading: Reading) -> Tensor:
+        """How well labels fit, in [0, 1], from their scores as rules of this reading see them: what people are shown."""
+        return self._score.support(scores) if reading.order and reading.transform is None else 1 - scores
+
+    def inside(self, summary: Tensor, rule: Rule, threshold: Tensor) -> Tensor:
+        return summary <= on_device(threshold, summary)
+
+    def sizes(self, inside: Tensor) -> Tensor:
+        return inside.sum(dim=1)
+
+    def union(self, first: Tensor, second: Tensor) -> Tensor:
+        return first | second
+
+    def sets(self, inside: Tensor, guarantee: Guarantee, draws_used: Tensor | None = None) -> PredictionSets:
+        return PredictionSets(inside, guarantee, self.class_names, draws_used)
+
+    def profile(self, outputs: Tensor, u: Tensor, thresholds: ndarray) -> ndarray:
+        total = torch.zeros(len(thresholds) * (outputs.shape[1] + 1), dtype=torch.int64, device=outputs.device)
+        for part in pieces(outputs):
+            rows = self.prepare(outputs[part], Reading(order=True), u[part]).values.flatten(0, 1)
+            total += exceedances(rows, thresholds)
+        table: ndarray = total.reshape(len(thresholds), -1).double().cpu().numpy()
+        return table / len(outputs)
+
+    def right(self, outputs: Tensor, truth: Tensor) -> Tensor:
+        return (top_label(outputs) == truth[:, None]).double().mean(dim=1)
+
+    def groups(self, truth: Tensor) -> Tensor | None:
+        return None if self.open_labels else truth
+
+    def probe(self) -> Tensor:
+        logits, u = probes((self.classes or 2,), -4.0, 4.0), torch.tensor([0.2, 0.4, 0.6, 0.8])
+        return torch.stack([self._score(logits, u), self._score.order(logits, u)])
+
+    def config(self) -> dict[str, Any]:
+        names = None if self.class_names is None else list(self.class_names)
+        return {
+            "name": self.name,
+            "score": self._score.config(),
+            "classes": self.classes,
+            "class_names": names,
+            "open_labels": self.open_labels,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], score: Any = None) -> Classification:
+        """The task of a saved predictor. A score of the user's own is code and not in the file: it is given again."""
+        saved = config["score"]
+        if not saved.get("custom"):
+            known: Score = SCORES[saved["name"]](**{key: value for key, value in saved.items() if key != "name"})
+            score = known if score is None else get_score(score)
+        elif score is None:
+            raise InputError(
+                f"this predictor uses the custom score {saved['name']!r}; pass it: load(path, model, score=...)"
+            )
+        else:
+            score = get_score(score) if isinstance(score, str | Score) else CustomScore(score, saved["name"])
+        if score.config() != saved:
+            raise InputError(f"this predictor was calibrated with score {saved}, not {score.config()}")
+        names: Sequence[str] | None = config["class_names"]
+        return cls(score, None if names is None else tuple(names), config["classes"], config["open_labels"])
+
+
+def exceedances(rows: Tensor, thresholds: ndarray) -> Tensor:
+    """How many rows ``[r, N]`` exceed each threshold in exactly j of their draws, flat ``[thresholds * (N + 1)]``.
+
+    Example:
+        >>> import numpy as np
+        >>> exceedances(torch.tensor([[0.1, 0.9], [0.2, 0.3]]), np.array([0.5, np.inf])).view(2, 3)
+        tensor([[1, 1, 0],
+                [2, 0, 0]])
+    """
+    grid = torch.as_tensor(thresholds, device=rows.device).to(rows.dtype)
+    bins = rows.shape[1] + 1
+    offset = torch.arange(len(grid), device=rows.device) * bins
+    total = torch.zeros(len(grid) * bins, device=rows.device, dtype=torch.int64)
+    step = max(1, 4_000_000 // len(grid))
+    for at in range(0, len(rows), step):
+        part = rows[at : at + step].sort(dim=-1).values
+        count = rows.shape[1] - torch.searchsorted(part, grid.expand(len(part), -1).contiguous(), right=True)
+        total += torch.bincount((count + offset).flatten(), minlength=len(total))
+    return total
