@@ -13,7 +13,7 @@ from scipy import stats
 from keepcover.bounds import hoeffding
 from keepcover.methods import CAS, BinCP, BinCPSharp, Rule
 from keepcover.scores import Draws
-from tests.methods.worst import BOUNDED, SIGMA, Map, asked_for, calibrated
+from tests.methods.worst import BOUNDED, SIGMA, Map, asked_for, thresholds
 
 
 def clean_exceedances(rule: Any, repetitions: int, seed: int = 0) -> int:
@@ -24,11 +24,9 @@ def clean_exceedances(rule: Any, repetitions: int, seed: int = 0) -> int:
     generator = torch.Generator().manual_seed(seed)
     n, draws = rule.asked.n, rule.calibration_draws
     values = 0.1 * torch.rand(repetitions, n + 1, draws, generator=generator, dtype=torch.float64)
-    radius, exceedances = hoeffding(draws, rule.method.beta), 0
-    for points in values:
-        tau = calibrated(rule, Draws(points[:n])) - radius
-        exceedances += bool(points[n].mean() > tau + 1e-12)
-    return exceedances
+    means = rule.statistic(Draws(values.flatten(0, 1))).unflatten(0, (repetitions, n + 1))
+    tau = thresholds(rule, means[:, :n]) - hoeffding(draws, rule.method.beta)
+    return int((means[:, n] > tau + 1e-12).sum())
 
 
 def overestimates(rule: Rule, repetitions: int, seed: int = 0) -> int:

@@ -1,6 +1,6 @@
 """The law behind an audit's verdict: honest rules are not accused, broken ones are, and no rule can move its own null.
 
-The worst case of ``test_guarantees.py``: scores x + SIGMA * noise, attack x + epsilon. Given the threshold the attacked
+The worst case of ``worst.py``: scores x + SIGMA * noise, attack x + epsilon. Given the threshold the attacked
 miss rate is known exactly there, so an audit is a threshold and one binomial number. An honest rule may be accused in
 ``VIOLATION`` of all audits; a check of that by counting has a false-alarm rate of ``LEVEL``, all of them together less
 than 1e-5. Seeds are fixed.
@@ -20,22 +20,25 @@ from scipy import stats
 from scipy.special import ndtri
 
 from keepcover.attacks.audit import VIOLATION
-from keepcover.bounds.bounds import (
-    covered_at_most_given,
-    gaussian_shift,
-    hull_bracket,
-    hull_curve,
-    hull_level,
-    majorant,
-    miss_rate,
-    risk_control_law,
+from keepcover.bounds import conformal_rank, exact_level, hull_curve, hull_level, majorant
+from keepcover.methods import RCP1, Exact, ExactAsymmetric, RSCPPlus, Rule, get_method
+from keepcover.methods.exact import HullRule, MajorantRule, OneDraw
+from keepcover.scores import Draws, Items
+from tests.bounds.brute import crossing, curve
+from tests.methods.worst import (
+    BOUNDED,
+    LAWS,
+    OWN,
+    SIGMA,
+    asked_for,
+    attacked_by,
+    attacked_misses,
+    calibrated,
+    fit,
+    plainly,
+    thresholds,
+    violated,
 )
-from keepcover.guarantee import conformal_rank, exact_level
-from keepcover.methods import METHODS, RCP1, Exact, ExactAsymmetric, Method
-from keepcover.scores.draws import Draws
-
-from .test_bounds import crossing, curve
-from .test_guarantees import BOUNDED, LAWS, SIGMA, attacked_misses, fit, setting_for, violated
 
 LEVEL = 1e-7
 M = 1000
@@ -43,67 +46,60 @@ M = 1000
 # -- audits of count rules -----------------------------------------------------------------------------------------------
 
 
-def accused(rule: Method, covered: ndarray, n: int) -> int:
+def accused(rule: Rule, covered: ndarray, n: int) -> int:
     """How many of the audits that saw these counts call the promise violated."""
     p_values = {int(count): rule.p_value(int(count), M, n) for count in np.unique(covered)}
     assert all(0 <= p <= 1 for p in p_values.values())
     return sum(p_values[int(count)] < VIOLATION for count in covered)
 
 
-def covered_counts(rule: Exact | ExactAsymmetric, t: ndarray, x: ndarray, weight: ndarray, seed: int = 1) -> ndarray:
+def covered_counts(rule: HullRule | MajorantRule, t: ndarray, x: ndarray, weight: ndarray, seed: int = 1) -> ndarray:
     """Covered counts of M attacked queries at each threshold; a query is ``x[j]`` with probability ``weight[j]``."""
-    s = rule.setting
-    missed = miss_rate((x[:, None] - t) / SIGMA, rule.test_draws, rule.kappa, s.r, rule.gamma)
+    missed = rule.counts.missed(rule.kappa, stats.norm.cdf((x[:, None] - t) / SIGMA), rule.gamma)
     return np.random.default_rng(seed).binomial(M, 1 - np.clip(weight @ missed, 0, 1))
 
 
-def hull_thresholds(rule: Exact, x: ndarray, weight: ndarray, audits: int, seed: int = 0) -> ndarray:
+def hull_thresholds(rule: HullRule, x: ndarray, weight: ndarray, audits: int, seed: int = 0) -> ndarray:
     """The rule's own threshold in many audits. A (c+1)-th largest of N uniform numbers is Beta(N - c, c + 1)."""
-    rng, n = np.random.default_rng(seed), rule.setting.n
+    rng, n = np.random.default_rng(seed), rule.asked.n
     noise = ndtri(rng.beta(rule.calibration_draws - rule.c, rule.c + 1, (audits, n)))
     z = rng.choice(x, (audits, n), p=weight) + SIGMA * noise
     rank = conformal_rank(n, Fraction(rule.level))
     t = np.partition(z, rank - 1, axis=1)[:, rank - 1]
-    assert t[0] == rule.threshold(torch.from_numpy(z[0]))
+    assert t[0] == rule.threshold_of(torch.from_numpy(z[0]), n)
     return t
 
 
-def worst_mixture(rule: Exact, level: float) -> tuple[ndarray, ndarray]:
+def worst_mixture(rule: HullRule, level: float) -> tuple[ndarray, ndarray]:
     """The two x, and their weights, that attain H at this level."""
-    s, counts = rule.setting, (rule.calibration_draws, rule.c, rule.test_draws, rule.kappa)
-    q, f, h = curve(*counts, s.r)
-    at, i, j = crossing(f, h, float(np.interp(level, *hull_curve(*counts, s.r))))
+    q, f, h = curve(rule.calibration_draws, rule.c, rule.test_draws, rule.kappa, rule.asked.threat.epsilon / SIGMA)
+    at, i, j = crossing(f, h, float(np.interp(level, *hull_curve(rule.counts, rule.c, rule.kappa))))
     share = (at - f[i]) / (f[j] - f[i])
     return np.clip(SIGMA * stats.norm.ppf(q[[i, j]]), -5, 5), np.array([1 - share, share])
 
 
-class LevelIsAlpha(Exact):
+class LevelIsAlpha(HullRule):
     @property
     def level(self) -> float:
-        return self.setting.alpha
+        return self.asked.alpha
 
 
-class LevelDoubled(Exact):
+class LevelDoubled(HullRule):
     @property
     def level(self) -> float:
-        return 2 * hull_level(*hull_arguments(self))
+        return 2 * hull_level(self.counts, self.c, self.kappa, self.asked.alpha, self.gamma)
 
 
-class RCP1AtAlpha(RCP1):
+class OneDrawAtAlpha(OneDraw):
     @property
     def level(self) -> float:
-        return self.setting.alpha
+        return self.asked.alpha
 
 
-class RCP1Doubled(RCP1):
+class OneDrawDoubled(OneDraw):
     @property
     def level(self) -> float:
         return 2 * super().level
-
-
-def hull_arguments(rule: Exact) -> tuple[int, int, int, int, float, float, float]:
-    s = rule.setting
-    return rule.calibration_draws, rule.c, rule.test_draws, rule.kappa, s.r, s.alpha, rule.gamma
 
 
 HULLS = {"1": (1, 0, 1, 0), "4": (4, 1, 4, 1), "16": (16, 4, 16, 6), "16-2": (16, 3, 2, 1)}
@@ -114,7 +110,7 @@ HULLS = {"1": (1, 0, 1, 0), "4": (4, 1, 4, 1), "16": (16, 4, 16, 6), "16-2": (16
 def test_honest_hull_rules_are_not_accused(counts: tuple[int, int, int, int], n: int) -> None:
     """2000 audits at the mixture that is worst where the audit decides: three deviations of the calibration's luck."""
     n_cal, c, n_test, kappa = counts
-    rule = Exact(setting_for(n, n_test, calibration_draws=n_cal), kappa=kappa, c=c)
+    rule = Exact().rule(asked_for(n, n_test, calibration_draws=n_cal), kappa=kappa, c=c)
     x, weight = worst_mixture(rule, rule.level + 3 * math.sqrt(rule.level / n))
     t = hull_thresholds(rule, x, weight, 2000)
     assert not violated(accused(rule, covered_counts(rule, t, x, weight), n), 2000, VIOLATION, LEVEL)
@@ -123,8 +119,8 @@ def test_honest_hull_rules_are_not_accused(counts: tuple[int, int, int, int], n:
 @pytest.mark.parametrize(
     ("mutant", "counts"),
     [
-        (RCP1AtAlpha, "1"),
-        (RCP1Doubled, "1"),
+        (OneDrawAtAlpha, "1"),
+        (OneDrawDoubled, "1"),
         (LevelIsAlpha, "4"),
         (LevelDoubled, "4"),
         (LevelIsAlpha, "16"),
@@ -132,12 +128,12 @@ def test_honest_hull_rules_are_not_accused(counts: tuple[int, int, int, int], n:
         (LevelDoubled, "16-2"),
     ],
 )
-def test_a_wrong_level_is_seen(mutant: type[Exact], counts: str) -> None:
+def test_a_wrong_level_is_seen(mutant: type[HullRule], counts: str) -> None:
     """With 3000 calibration points coverage alone shows it in three of four audits or more; the points always do."""
     n_cal, c, n_test, kappa = HULLS[counts]
-    setting = setting_for(3000, n_test, calibration_draws=n_cal)
-    rule = mutant(setting, kappa=kappa, c=c)
-    honest = (RCP1 if isinstance(rule, RCP1) else Exact)(setting, kappa=kappa, c=c)
+    asked = asked_for(3000, n_test, calibration_draws=n_cal)
+    method = RCP1() if issubclass(mutant, OneDraw) else Exact()
+    rule, honest = mutant(method, asked, kappa=kappa, c=c), method.rule(asked, kappa=kappa, c=c)
     x, weight = worst_mixture(rule, rule.level)
     t = hull_thresholds(rule, x, weight, 200)
     assert accused(rule, covered_counts(rule, t, x, weight), 3000) >= 150
@@ -145,68 +141,56 @@ def test_a_wrong_level_is_seen(mutant: type[Exact], counts: str) -> None:
     noise = torch.randn(3000, n_cal, generator=torch.Generator().manual_seed(0))
     true = Draws(torch.from_numpy(np.random.default_rng(2).choice(x, (3000, 1), p=weight)) + SIGMA * noise)
     for one, supported in ((honest, True), (rule, False)):
-        threshold = one.threshold(one.calibration_statistic(true))
-        assert rule.supports(true, threshold) == honest.supports(true, threshold) == supported
-    assert rule.supports(true, math.inf)
+        threshold, points = calibrated(one, true), Items.single(true)
+        assert rule.supports(points, threshold) == honest.supports(points, threshold) == supported
+    assert rule.supports(points, math.inf)
 
 
 def test_kappa_or_c_changed_after_calibration_is_seen() -> None:
     """kappa decides queries, so that coverage shows it; c decides calibration, and the calibration points show it."""
-    setting = setting_for(1000, 16, r=0.5)
-    rule = Exact(setting, kappa=6, c=4)
+    rule = Exact().rule(asked_for(1000, 16, r=0.5), kappa=6, c=4)
     x, weight = worst_mixture(rule, rule.level)
     t = hull_thresholds(rule, x, weight, 200)
     stored = replace(rule, kappa=4)
     assert accused(stored, covered_counts(stored, t, x, weight), 1000) >= 198
     noise = torch.randn(1000, 16, generator=torch.Generator().manual_seed(0))
     true = Draws(torch.from_numpy(np.random.default_rng(2).choice(x, (1000, 1), p=weight)) + SIGMA * noise)
-    threshold = rule.threshold(rule.calibration_statistic(true))
-    assert rule.supports(true, threshold)
-    assert not stored.supports(true, threshold)
-    assert not replace(rule, c=2).supports(true, threshold)
+    threshold, points = calibrated(rule, true), Items.single(true)
+    assert rule.supports(points, threshold)
+    assert not stored.supports(points, threshold)
+    assert not replace(rule, c=2).supports(points, threshold)
 
 
 @pytest.mark.parametrize("gamma", [0.25, 0.5, 0.75])
 def test_a_boundary_that_forgives_everything_with_some_probability(gamma: float) -> None:
-    """One draw, kappa 0: h(1) = 1 - gamma. H ends there, not at 1, and where alpha is above it alpha' is 1."""
-    assert hull_curve(1, 0, 1, 0, 0.5, gamma)[1][-1] == pytest.approx(1 - gamma)
+    """One draw, kappa 0: h(1) = 1 - gamma. Where alpha is above it alpha' is 1."""
     alpha = 0.8 * (1 - gamma)
-    rule = Exact(setting_for(1000, 1, alpha=alpha), kappa=0, gamma=gamma, c=0)
+    rule = Exact().rule(asked_for(1000, 1, alpha=alpha), kappa=0, gamma=gamma, c=0)
     assert rule.p_value(round(M * (1 - alpha) - 200), M, 1000) < 1e-6
     assert rule.p_value(round(M * (1 - alpha)), M, 1000) > 0.1
-    trivial = Exact(setting_for(1000, 1, alpha=1 - gamma + 0.01), kappa=0, gamma=gamma, c=0)
+    trivial = Exact().rule(asked_for(1000, 1, alpha=1 - gamma + 0.01), kappa=0, gamma=gamma, c=0)
     assert trivial.level == 1
     for covered in (0, round(M * gamma) - 60, round(M * gamma), M):
         assert trivial.p_value(covered, M, 1000) == pytest.approx(stats.binom.cdf(covered, M, gamma), rel=1e-6)
-    assert trivial.supports(Draws(torch.zeros(1000, 1)), -math.inf)
-
-
-@pytest.mark.parametrize("counts", HULLS.values(), ids=HULLS)
-@pytest.mark.parametrize("r", [0.0, 0.5, 1.0])
-def test_no_correct_level_exceeds_the_bracket(counts: tuple[int, int, int, int], r: float) -> None:
-    low, high = hull_bracket(*counts, r, 0.1)
-    _, f, h = curve(*counts, r)
-    assert low <= crossing(f, h, 0.1)[0] <= high * (1 + 1e-3)
-    assert low <= high <= low * (1 + 2e-4)
-    assert gaussian_shift(0.1, -r) <= hull_bracket(1, 0, 1, 0, r, 0.1)[1]
+    assert trivial.supports(Items.single(Draws(torch.zeros(1000, 1))), -math.inf)
 
 
 # -- audits of the majorant ----------------------------------------------------------------------------------------------
 
 
-def tangent_rule(n: int, n_cal: int, r: float) -> ExactAsymmetric:
+def tangent_rule(n: int, n_cal: int, r: float) -> MajorantRule:
     """One draw per query and a g fitted to points that all have the q whose attacked miss rate is alpha."""
-    weights = stats.binom.pmf(np.arange(n_cal + 1), n_cal, gaussian_shift(0.1, -r))
-    g, _ = majorant(weights, 1, 0, r)
-    return ExactAsymmetric(setting_for(n, 1, r, calibration_draws=n_cal), kappa=0, g=tuple(g.tolist()))
+    asked = asked_for(n, 1, r, calibration_draws=n_cal)
+    weights = stats.binom.pmf(np.arange(n_cal + 1), n_cal, stats.norm.cdf(stats.norm.ppf(0.1) - r))
+    g, _ = majorant(weights, asked.counts, 0)
+    return ExactAsymmetric().rule(asked, kappa=0, g=g.tolist())
 
 
-def majorant_thresholds(rule: ExactAsymmetric, audits: int) -> ndarray:
+def majorant_thresholds(rule: MajorantRule, audits: int) -> ndarray:
     """Its thresholds if every x is 0."""
     generator = torch.Generator().manual_seed(0)
-    shape = (rule.setting.n, rule.calibration_draws)
-    noise = (Draws(SIGMA * torch.randn(shape, generator=generator, dtype=torch.float64)) for _ in range(audits))
-    return np.array([rule.threshold(rule.calibration_statistic(true)) for true in noise])
+    noise = SIGMA * torch.randn(audits * rule.asked.n, rule.calibration_draws, generator=generator, dtype=torch.float64)
+    return thresholds(rule, rule.statistic(Draws(noise)).unflatten(0, (audits, rule.asked.n))).numpy()
 
 
 @pytest.mark.parametrize(("n", "n_cal", "r"), [(100, 1, 1.0), (300, 2, 1.5), (300, 4, 0.5), (1000, 4, 2.0)])
@@ -225,11 +209,11 @@ def test_a_scaled_g_is_seen(scale: float) -> None:
     honest = tangent_rule(1000, 4, 0.5)
     mutant = replace(honest, g=tuple(scale * value for value in honest.g))
     true = Draws(SIGMA * torch.randn(1000, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
-    t = {rule: rule.threshold(rule.calibration_statistic(true)) for rule in (honest, mutant)}
+    points = Items.single(true)
     assert honest.majorises
-    assert honest.supports(true, t[honest])
+    assert honest.supports(points, calibrated(honest, true))
     assert not mutant.majorises
-    assert not mutant.supports(true, t[mutant])
+    assert not mutant.supports(points, calibrated(mutant, true))
     assert mutant.p_value(M - 1, M, 1000) == 0  # what is correct with such a g keeps every label
     if scale < 0.9:  # and the true law sees by coverage alone what the smaller g made of the threshold
         covered = covered_counts(honest, majorant_thresholds(mutant, 100), np.zeros(1), np.ones(1))
@@ -238,51 +222,26 @@ def test_a_scaled_g_is_seen(scale: float) -> None:
 
 @pytest.mark.parametrize("change", ["kappa", "threshold", "r"])
 def test_what_a_majorant_rule_was_not_calibrated_for_is_seen(change: str) -> None:
-    g, _ = majorant(stats.binom.pmf(np.arange(17), 16, 0.05), 4, 1, 0.5)
-    rule = ExactAsymmetric(setting_for(500, 4, 0.5, calibration_draws=16), kappa=1, g=tuple(g.tolist()))
+    asked = asked_for(500, 4, 0.5, calibration_draws=16)
+    g, _ = majorant(stats.binom.pmf(np.arange(17), 16, 0.05), asked.counts, 1)
+    rule = ExactAsymmetric().rule(asked, kappa=1, g=g.tolist())
     true = Draws(SIGMA * torch.randn(500, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
-    t = rule.threshold(rule.calibration_statistic(true))
-    assert rule.supports(true, t)
-    assert rule.supports(true, t + 1)
-    stored = {
-        "kappa": replace(rule, kappa=0),
-        "threshold": rule,
-        "r": replace(rule, setting=replace(rule.setting, epsilon=0.6 * SIGMA)),
-    }[change]
-    assert not stored.supports(true, t - (1e-3 if change == "threshold" else 0))
-
-
-def test_risk_control_law_bounds_the_tail_it_is_made_of() -> None:
-    """Losses that are 0 or 1: the risk exceeds u iff a binomial stays below its budget, at most; exactly computable."""
-    for n in (50, 200, 1000):
-        u, exceeded = risk_control_law(n, 0.1, 0.0, 1.0)
-        exact = stats.binom.cdf(math.floor(0.1 * (n + 1) - 1 + 1e-9), n, u)
-        assert np.all(exceeded >= exact - 1e-15)
-        assert np.all(np.diff(exceeded) <= 1e-15)
-        assert exceeded[0] == 1
-        some = (exact < 0.01) & (exact > 1e-6)
-        assert np.all(exceeded[some] < 15 * exact[some])  # and it is of use
-
-
-def test_risk_control_law_at_its_edges() -> None:
-    assert covered_at_most_given(M - 1, M, *risk_control_law(5, 0.1, 0.0, 1.0)) == 0  # t = +inf
-    assert covered_at_most_given(M, M, *risk_control_law(5, 0.1, 0.0, 1.0)) == 1
-    constant = covered_at_most_given(930, M, *risk_control_law(50, 0.1, 0.08, 0.08))  # g says 0.08 of every point
-    assert constant == pytest.approx(stats.binom.cdf(930, M, 0.92))
-    below = covered_at_most_given(930, M, *risk_control_law(50, 0.1, 0.0, 0.08))  # t = -inf will do
-    assert below == pytest.approx(stats.binom.cdf(930, M, 0.92))
+    t, points = calibrated(rule, true), Items.single(true)
+    assert rule.supports(points, t)
+    assert rule.supports(points, t + 1)
+    stored = {"kappa": replace(rule, kappa=0), "threshold": rule, "r": attacked_by(rule, 0.6 * SIGMA)}[change]
+    assert not stored.supports(points, t - (1e-3 if change == "threshold" else 0))
 
 
 # -- every method --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [99, 100, 1000])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", OWN)
 def test_the_null_promises_alpha_and_no_less(name: str, n: int) -> None:
     """The mean miss rate under the law is at most alpha (a conservative law of risk control may exceed it a little), and
     a coverage of 1 - alpha is never accused while one far below is."""
-    setting = setting_for(n, 1 if name == "rcp1" else 64)
-    rule = fit(name, setting, LAWS["wide"], BOUNDED["smooth"])
+    rule = fit(plainly(name), asked_for(n, 1 if name == "rcp1" else 64), LAWS["wide"], BOUNDED["smooth"])
     one_query = rule.p_value(0, 1, n)
     assert one_query <= 0.1 * (1.001 if name != "exact_asymmetric" else 1.5)
     assert rule.p_value(M, M, n) == 1
@@ -294,8 +253,8 @@ def test_the_null_promises_alpha_and_no_less(name: str, n: int) -> None:
 @pytest.mark.parametrize("spent", [0.0, 0.002, 0.04])
 def test_what_is_spent_on_monte_carlo_error_comes_back_in_the_law(n: int, spent: float) -> None:
     """RSCP+: a clean statistic above the quantile at alpha - 2 beta, or one of two bounds failing, on top of each other."""
-    setting = setting_for(n, 64, beta=spent / 2)
-    rule = METHODS["rscp_plus_hoeffding"](setting)
+    method = RSCPPlus("hoeffding", spent / 2, None) if spent else get_method("rscp", transform=None)
+    rule = method.rule(asked_for(n, 64))
     rank = conformal_rank(n, exact_level(0.1) - 2 * exact_level(spent / 2))
     missed = stats.beta(n + 1 - rank, rank).ppf((np.arange(20_000) + 0.5) / 20_000) + spent
     for covered in (860, 900):
@@ -306,30 +265,30 @@ def test_what_is_spent_on_monte_carlo_error_comes_back_in_the_law(n: int, spent:
 @pytest.mark.parametrize("name", ["cp", "cp_smoothed", "rscp"])
 def test_a_doubled_level_is_seen_on_clean_data(name: str) -> None:
     """What promises clean coverage only: 0.8 instead of 0.9 is accused in 99 of 100 audits, the honest rule is not."""
-    setting = replace(setting_for(1000, 1, r=0.0), epsilon=0.0)
+    asked, method = asked_for(1000, 1, r=0.0), plainly(name)
     rng, counts = np.random.default_rng(0), {}
     for factor in (1, 2):
-        rule = METHODS[name](replace(setting, alpha=0.1 * factor))
-        t = np.array([rule.threshold(row) for row in torch.from_numpy(rng.random((200, 1000)))])
-        counts[factor] = accused(METHODS[name](setting), rng.binomial(M, t), 1000)
+        rule = method.rule(replace(asked, alpha=0.1 * factor))
+        t = thresholds(rule, torch.from_numpy(rng.random((200, 1000)))).numpy()
+        counts[factor] = accused(method.rule(asked), rng.binomial(M, t), 1000)
     assert counts[2] >= 198
     assert not violated(counts[1], 200, VIOLATION, LEVEL)
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.certified])
+@pytest.mark.parametrize("name", [name for name, method in OWN.items() if method.certified])
 def test_forgetting_the_attack_is_seen(name: str) -> None:
     """Calibrated for epsilon 0, stored as if for three standard deviations: coverage shows it, the points do too (not for
-    cas, whose threshold knows no epsilon)."""
-    draws = {"exact": 8, "exact_asymmetric": 8, "cas": 512}.get(name, 64)
-    forgot = setting_for(60, draws, r=0.0, beta=0.02)
-    increasing = (lambda s: s) if METHODS[name].compares_only else BOUNDED["smooth"]
-    rule = fit(name, forgot, LAWS["narrow"], increasing)
-    stored = replace(rule, setting=replace(forgot, epsilon=3 * SIGMA))
+    cas_test_time, whose threshold knows no epsilon)."""
+    draws = {"exact": 8, "exact_asymmetric": 8, "cas": 512, "cas_test_time": 512}.get(name, 64)
+    method = get_method(plainly(name), beta=0.02) if name.startswith("rscp_plus") else plainly(name)
+    increasing = (lambda s: s) if method.compares_only else BOUNDED["smooth"]
+    rule = fit(method, asked_for(60, draws, r=0.0), LAWS["narrow"], increasing)
+    stored = attacked_by(rule, 3 * SIGMA)
     misses = attacked_misses(rule, LAWS["narrow"], increasing, 3 * SIGMA, 300)
     assert stored.p_value(300 - misses, 300, 60) < VIOLATION
     generator = torch.Generator().manual_seed(5)
     noise = SIGMA * torch.randn(60, rule.calibration_draws, generator=generator)
     true = Draws(increasing(LAWS["narrow"]((60, 1), generator) + noise))
-    threshold = rule.threshold(rule.calibration_statistic(true))
-    assert rule.supports(true, threshold)
-    assert stored.supports(true, threshold) == (name == "cas")
+    threshold, points = calibrated(rule, true), Items.single(true)
+    assert rule.supports(points, threshold)
+    assert stored.supports(points, threshold) == (name == "cas_test_time")

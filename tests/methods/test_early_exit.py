@@ -2,71 +2,71 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from keepcover.engine.inputs import Batch
+from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError
-from keepcover.methods import Setting, get_method
+from keepcover.methods import Exact, Rule, get_method
 from keepcover.methods.early_exit import Vote
-from keepcover.methods.exact import CountRule, Exact
-from keepcover.prediction.calibration import calibrate
-from keepcover.scores.draws import Draws
+from keepcover.prediction import calibrate
+from keepcover.scores import Draws
+from tests.methods.worst import asked_for, kept
 
 patient = settings(deadline=None, derandomize=True, max_examples=150)
 
 
-def rule(draws: int, kappa: int, gamma: float = 0.0) -> Exact:
-    return Exact(Setting(0.1, 0.1, 0.2, draws, 100, 5), kappa=kappa, gamma=gamma)
+def rule(draws: int, kappa: int, gamma: float = 0.0) -> Rule:
+    return Exact().rule(asked_for(100, draws), kappa=kappa, gamma=gamma)
 
 
 @st.composite
-def votes(draw: st.DrawFn) -> tuple[tuple[CountRule, ...], tuple[float, ...], Tensor, Tensor]:
-    """Rules with thresholds, scores [n, K, N] with many ties, and the images' uniforms."""
-    count = draw(st.integers(1, 3))
+def numbers(draw: st.DrawFn) -> tuple[list[tuple[int, int, float]], list[tuple[int, ...]], int, int]:
+    """Draws, kappa and gamma of some rules, the shapes of their thresholds (one for all, or per label), images and a seed."""
     rules = []
-    for _ in range(count):
+    for _ in range(draw(st.integers(1, 3))):
         draws = draw(st.integers(1, 24))
-        rules.append(rule(draws, draw(st.integers(0, draws)), draw(st.sampled_from([0.0, 0.5]))))
-    thresholds = tuple(draw(st.sampled_from([-0.5, 0.25, 0.5, 1.0])) for _ in rules)
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
-    n, most = draw(st.integers(1, 6)), max(one.test_draws for one in rules)
-    scores = torch.randint(5, (n, 3, most), generator=generator) / 4
-    return tuple(rules), thresholds, scores, torch.rand(n, generator=generator)
+        rules.append((draws, draw(st.integers(0, draws - 1)), draw(st.sampled_from([0.0, 0.5]))))
+    shapes = [draw(st.sampled_from([(), (3,), (1, 3)])) for _ in rules]
+    return rules, shapes, draw(st.integers(1, 6)), draw(st.integers(0, 10**6))
+
+
+Votes = tuple[list[Rule], list[Tensor], Tensor, Tensor]
+
+
+def votes(case: tuple[list[tuple[int, int, float]], list[tuple[int, ...]], int, int]) -> Votes:
+    """Rules with thresholds, scores [n, K, N] with many ties, and the images' uniforms."""
+    numbers, shapes, n, seed = case
+    rules, generator = [rule(*some) for some in numbers], torch.Generator().manual_seed(seed)
+    values = torch.tensor([-0.5, 0.25, 0.5, 1.0, torch.inf])
+    thresholds = [values[torch.randint(5, shape, generator=generator)] for shape in shapes]
+    scores = torch.randint(5, (n, 3, max(one.test_draws for one in rules)), generator=generator) / 4
+    return rules, thresholds, scores, torch.rand(n, generator=generator)
 
 
 @patient
-@given(votes())
-def test_the_sets_are_those_of_full_drawing(
-    case: tuple[tuple[CountRule, ...], tuple[float, ...], Tensor, Tensor],
-) -> None:
-    rules, thresholds, scores, v = case
+@given(numbers())
+def test_the_sets_are_those_of_full_drawing(case: Any) -> None:
+    rules, thresholds, scores, v = votes(case)
     vote, asked = Vote.of(rules, thresholds), []
 
-    def exceeded(some: Batch, span: range) -> Tensor:
-        asked.append((some.ids, span))
-        return vote.above(Draws(scores[some.ids][..., span.start : span.stop]), span)
+    def exceeded(positions: Tensor, span: range) -> Tensor:
+        asked.append((positions, span))
+        return vote.above(Draws(scores[positions][..., span.start : span.stop]), span)
 
-    batch = Batch(torch.zeros(len(scores), 1), None, torch.arange(len(scores)))
-    masks, used = vote.run(batch, v, exceeded)
+    masks, used = vote.run(torch.arange(len(scores)), v, exceeded)
     for one, t, mask in zip(rules, thresholds, masks, strict=True):
-        assert torch.equal(mask, one.decide(Draws(scores).first(one.test_draws), t, v))
+        assert torch.equal(mask, one.test_statistic(Draws(scores).first(one.test_draws), v) <= t)
     made = torch.zeros_like(used)
-    for ids, span in asked:
-        made[ids] += len(span)
+    for positions, span in asked:
+        made[positions] += len(span)
     assert torch.equal(made, used)  # what is reported is what was drawn
-
-
-@patient
-@given(votes())
-def test_every_draw_is_made_at_most_once_and_in_order(
-    case: tuple[tuple[CountRule, ...], tuple[float, ...], Tensor, Tensor],
-) -> None:
-    rules, thresholds, _, _ = case
-    stages = Vote(rules, thresholds).stages
+    stages = vote.stages
     assert [draw for stage in stages for draw in stage] == list(range(max(one.test_draws for one in rules)))
 
 
@@ -75,11 +75,13 @@ def test_an_image_is_left_alone_as_soon_as_it_is_decided() -> None:
     scores = torch.zeros(3, 1, 8)
     scores[0] = 1.0
     scores[2, 0, [0, 1]] = 1.0  # two exceed: the last two draws decide
-    vote = Vote.of([rule(8, 2)], [0.5])
-    batch = Batch(torch.zeros(3, 1), None, torch.arange(3))
+    vote = Vote.of([rule(8, 2)], [torch.tensor(0.5)])
     (mask,), used = vote.run(
-        batch, torch.ones(3), lambda some, span: vote.above(Draws(scores[some.ids][..., span.start : span.stop]), span)
+        torch.arange(3),
+        torch.ones(3),
+        lambda some, span: vote.above(Draws(scores[some][..., span.start : span.stop]), span),
     )
+    assert torch.equal(mask, kept(rule(8, 2), Draws(scores), 0.5))
     assert mask[:, 0].tolist() == [False, True, True]
     assert used.tolist() == [6, 6, 8]
 
@@ -101,20 +103,11 @@ def model() -> nn.Module:
     return network.eval()
 
 
-@pytest.mark.parametrize("method", ["exact", "exact_asymmetric", "rcp1"])
+@pytest.mark.parametrize("method", ["exact", "exact_asymmetric", "rcp1", "bincp_sharp"])
 @pytest.mark.parametrize("score", ["hps", "aps"])
 def test_a_predictor_gives_the_same_sets_from_fewer_draws(method: str, score: str) -> None:
-    predictor = calibrate(
-        model(),
-        blobs(700, 0),
-        sigma=0.3,
-        epsilon=(0.1, 0.2),
-        draws=24,
-        method=method,
-        score=score,
-        seed=3,
-        progress=False,
-    )
+    smoother = Smoother(model(), 0.3, progress=False)
+    predictor = calibrate(smoother, blobs(700, 0), epsilon=(0.1, 0.2), draws=24, method=method, score=score, seed=3)
     images, _ = blobs(200, 1)
     for epsilon in (0.1, 0.2):
         for nested in (False, True):
@@ -133,8 +126,9 @@ def test_a_predictor_gives_the_same_sets_from_fewer_draws(method: str, score: st
 
 def test_rules_that_average_are_refused() -> None:
     predictor = calibrate(
-        model(), blobs(400, 0), sigma=0.3, epsilon=0.1, draws=8, method="rscp", seed=3, progress=False
+        Smoother(model(), 0.3, progress=False), blobs(400, 0), epsilon=0.1, draws=8, method="rscp", seed=3
     )
     with pytest.raises(InputError, match=r"early exit needs a rule that counts draws.*rscp averages"):
         predictor.predict(blobs(5, 1)[0], early_exit=True)
-    assert not issubclass(get_method("rscp"), CountRule)
+    assert predictor.rule.counting is None
+    assert get_method("exact").rule(asked_for(100, 8), kappa=3).counting == (3, 0.0)

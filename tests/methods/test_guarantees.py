@@ -37,9 +37,9 @@ from tests.methods.worst import (
     attacked_misses,
     calibrated,
     fit,
-    kept,
     plainly,
     rounded,
+    thresholds,
     two_points,
     violated,
 )
@@ -81,9 +81,7 @@ def test_mean_rules_keep_their_promise(name: str, shape: str, law: str) -> None:
     asked = asked_for(60, 64)
     increasing = rounded(law, BOUNDED.get(shape, BOUNDED["smooth"]))
     options = {"beta": 0.02} if name.startswith("rscp_plus") else {}
-    rule = fit(
-        get_method(name, transform=PTT() if shape == "ptt" else None, **options), asked, LAWS[law], increasing
-    )
+    rule = fit(get_method(name, transform=PTT() if shape == "ptt" else None, **options), asked, LAWS[law], increasing)
     misses = attacked_misses(rule, LAWS[law], increasing, asked.threat.epsilon, 600)
     assert not violated(misses, 600, asked.alpha), f"{misses} of 600 missed at alpha {asked.alpha}"
 
@@ -140,12 +138,10 @@ def test_covered_counts_are_beta_binomial(n: int, alpha: float) -> None:
     m, repetitions = 40, 3000
     rule = SplitCP().rule(asked_for(n, 1, alpha=alpha))
     scores = torch.randn(repetitions, n + m, 1, generator=torch.Generator().manual_seed(n), dtype=torch.float64).exp()
-    counts = [
-        int(kept(rule, Draws(test[:, None]), calibrated(rule, Draws(cal))).sum())
-        for cal, test in zip(scores[:, :n], scores[:, n:])
-    ]
+    statistic, query = rule.statistic(Draws(scores[:, :n])), rule.test_statistic(Draws(scores[:, n:]))
+    counts = (query <= thresholds(rule, statistic)[:, None]).sum(dim=1).numpy()
     at = np.arange(m + 1)
-    empirical = (np.array(counts)[:, None] <= at).mean(axis=0)
+    empirical = (counts[:, None] <= at).mean(axis=0)
     k = math.ceil((n + 1) * (1 - Fraction(str(alpha))))
     radius = math.sqrt(math.log(2 / 1e-6) / (2 * repetitions))
     assert np.abs(empirical - stats.betabinom(m, k, n + 1 - k).cdf(at)).max() <= radius
@@ -163,8 +159,8 @@ def test_a_clause_of_the_promise_reaches_the_threshold(name: str, monkeypatch: p
         assert rule.counting is not None
         kappa, gamma = rule.counting
         noise = torch.randn(400, 300, rule.calibration_draws, generator=torch.Generator().manual_seed(1))
-        thresholds = np.array([calibrated(rule, Draws(SIGMA * one)) for one in noise])
-        missed = rule.counts.missed(kappa, stats.norm.sf(thresholds / SIGMA), gamma)
+        statistic = rule.statistic(Draws(SIGMA * noise.flatten(0, 1))).unflatten(0, (400, 300))
+        missed = rule.counts.missed(kappa, stats.norm.sf(thresholds(rule, statistic).numpy() / SIGMA), gamma)
         over[promise] = int((missed > 0.1).sum())
     assert not violated(over[Promise(delta=0.01)], 400, 0.01, 1e-6)
     assert violated(over[Promise()], 400, 0.01, 1e-6)

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from keepcover.errors import InputError
-from keepcover.methods.holdout import Holdout
-from keepcover.scores.draws import Draws
+from keepcover.methods import Holdout
+from keepcover.scores import PTT, Reading
+from keepcover.tasks import Classification
+from tests.methods.worst import AS_THEY_ARE, holdout_of
 
 
 def tiny(seed: int, ties: bool, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,7 +26,7 @@ def tiny(seed: int, ties: bool, dtype: torch.dtype = torch.float32) -> tuple[tor
 @pytest.mark.parametrize("draws", [1, 2, 5])
 def test_count_law_is_the_average_over_subsets(draws: int, ties: bool) -> None:
     scores, labels = tiny(draws, ties)
-    holdout = Holdout(Draws(scores), labels)
+    holdout = holdout_of(scores, labels)
     true = scores[torch.arange(6), labels].numpy()
     subsets = [list(subset) for subset in combinations(range(5), draws)]
     law = holdout.count_law(draws)
@@ -37,7 +39,7 @@ def test_count_law_is_the_average_over_subsets(draws: int, ties: bool) -> None:
 @pytest.mark.parametrize(("draws", "kappa"), [(1, 0), (3, 0), (3, 2), (5, 1)])
 def test_size_is_the_average_over_subsets(draws: int, kappa: int, gamma: float) -> None:
     scores, labels = tiny(kappa, ties=True)
-    holdout = Holdout(Draws(scores), labels)
+    holdout = holdout_of(scores, labels)
     sizes = holdout.size(draws, kappa, gamma)
     subsets = [list(subset) for subset in combinations(range(5), draws)]
     for at, t in enumerate(holdout.thresholds):
@@ -46,9 +48,10 @@ def test_size_is_the_average_over_subsets(draws: int, kappa: int, gamma: float) 
         assert sizes[at] == pytest.approx(accepted.sum(axis=-1).mean(), abs=1e-12)
 
 
-def test_thresholds_are_the_true_scores_and_infinity() -> None:
+def test_thresholds_are_the_true_scores_and_infinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepcover.methods.holdout.THRESHOLDS", 4000)
     scores, labels = tiny(0, ties=False, dtype=torch.float64)
-    holdout = Holdout(Draws(scores), labels, thresholds=4000)
+    holdout = holdout_of(scores, labels)
     assert holdout.thresholds[-1] == math.inf
     true = np.unique(scores[torch.arange(6), labels].numpy())
     assert set(holdout.thresholds[:-1]) <= set(true)
@@ -56,17 +59,34 @@ def test_thresholds_are_the_true_scores_and_infinity() -> None:
         holdout.thresholds
     )  # the grid ends at a quantile of 2 %: only the smallest may be absent
     assert (np.diff(holdout.thresholds) > 0).all()
-    assert len(holdout) == 6
-    assert torch.equal(holdout.true.values, scores[torch.arange(6), labels])
+    assert (len(holdout), holdout.draws) == (6, 5)
+    assert torch.equal(holdout.items().draws.values, scores[torch.arange(6), labels])
 
 
-def test_the_grid_is_no_longer_than_asked_for() -> None:
+def test_the_grid_is_no_longer_than_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepcover.methods.holdout.THRESHOLDS", 64)
     scores = torch.rand(200, 2, 8)
-    assert 20 < len(Holdout(Draws(scores), torch.zeros(200, dtype=torch.int64), thresholds=64).thresholds) <= 65
+    assert 20 < len(holdout_of(scores, torch.zeros(200, dtype=torch.int64)).thresholds) <= 65
+
+
+def test_what_several_methods_ask_for_is_made_once() -> None:
+    scores, labels = tiny(0, ties=False)
+    holdout = holdout_of(scores, labels)
+    assert holdout.items() is holdout.items(Reading(order=True))
+    assert holdout.steps(PTT(), 0.1) is holdout.steps(PTT(1 / 400), 0.1)
+    assert holdout.steps(PTT(), 0.1) is not holdout.steps(PTT(), 0.2)
+    assert torch.equal(holdout.reference, scores[torch.arange(6), labels, 0])  # one draw each
+
+
+def test_randomised_scores_use_the_points_own_numbers() -> None:
+    outputs, labels, u = torch.randn(6, 5, 3), torch.arange(6) % 3, torch.rand(6)
+    task = Classification("aps").seen(outputs)
+    own = Holdout(task, outputs, labels, u).items(Reading(order=False))
+    assert torch.equal(own.draws.values, task.items(outputs, labels, Reading(order=False), u).draws.values)
+    assert not torch.equal(own.draws.values, Holdout(task, outputs, labels).items(Reading(order=False)).draws.values)
 
 
 def test_bad_holdouts_are_refused() -> None:
-    with pytest.raises(InputError, match=r"\[points, classes, draws\]"):
-        Holdout(Draws(torch.zeros(3, 4)), torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(InputError, match="as many labels"):
-        Holdout(Draws(torch.zeros(3, 4, 2)), torch.zeros(2, dtype=torch.int64))
+    for outputs, truth in ((torch.zeros(3, 4, 2), torch.zeros(2)), (torch.zeros(0, 4, 2), torch.zeros(0))):
+        with pytest.raises(InputError, match="holdout outputs and as many truths"):
+            Holdout(AS_THEY_ARE, outputs, truth.long())

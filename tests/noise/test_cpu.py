@@ -17,7 +17,6 @@ from torch import Tensor
 from keepcover.noise import cpu as noise_cpu
 from keepcover.noise import stream as noise
 from keepcover.noise.stream import Stream
-
 from tests.noise.known import KNOWN, words
 
 patient = settings(deadline=None, derandomize=True)

@@ -170,10 +170,10 @@ def test_impossible_threats_are_refused() -> None:
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("name", [name for name, norm in NORMS.items() if "keepcover" in type(norm).__module__])
 @pytest.mark.parametrize("shape", [(5,), (3, 4, 4)])
-def test_norms_keep_their_laws(norm: object, shape: tuple[int, ...]) -> None:
-    norm, generator = get_norm(norm.name), torch.Generator().manual_seed(0)  # type: ignore[attr-defined]
+def test_norms_keep_their_laws(name: str, shape: tuple[int, ...]) -> None:
+    norm, generator = get_norm(name), torch.Generator().manual_seed(0)
     delta = torch.randn(200, *shape, generator=generator, dtype=torch.float64)
     radius = float(norm.length(delta).median())
     projected = norm.project(delta, radius)
@@ -199,5 +199,5 @@ def test_random_starts_are_uniform_in_the_ball() -> None:
 
 
 def test_unknown_norms_are_refused() -> None:
-    with pytest.raises(InputError, match="a norm among .*l2.*, got 'l7'"):
+    with pytest.raises(InputError, match=r"a norm among .*l2.*, got 'l7'"):
         get_norm("l7")

@@ -105,7 +105,7 @@ def test_the_rank_of_a_fresh_score_is_uniform() -> None:
     holdout, fresh = scores[:, :m].sort(dim=1).values, scores[:, m:]
     cells = torch.stack([rank(s, h) for s, h in zip(fresh, holdout)])[:, 0] * m
     assert uniform_on_cells(cells.round().long(), m + 1)
-    tied = (scores * 2).round()
+    tied = (scores[:2000] * 2).round()
     holdout, fresh = tied[:, :m].sort(dim=1).values, tied[:, m:]
     cells = torch.stack([rank(s, h) for s, h in zip(fresh, holdout)])[:, 0] * m
     assert not uniform_on_cells(cells.round().long(), m + 1)  # and the test can tell

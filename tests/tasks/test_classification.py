@@ -27,12 +27,16 @@ def logits(n: int = 30, draws: int = 6, classes: int = 4, seed: int = 0) -> Tens
     return 2 * torch.randn(n, draws, classes, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("score", ["hps", "aps", "raps", CustomScore(lambda x: -x)], ids=str)
+@pytest.mark.parametrize(
+    "score", ["hps", "aps", "raps", CustomScore(lambda x: -x)], ids=lambda one: getattr(one, "name", one)
+)
 def test_the_suite_passes_every_score(score: Any) -> None:
     check_task(Classification(score), logits(), torch.arange(30) % 4)
 
 
-@pytest.mark.parametrize("score", ["hps", "aps", RAPS(0.1, 2), CustomScore(lambda x: -x)], ids=str)
+@pytest.mark.parametrize(
+    "score", ["hps", "aps", RAPS(0.1, 2), CustomScore(lambda x: -x)], ids=lambda one: getattr(one, "name", one)
+)
 @pytest.mark.parametrize("reading", ["score", "order", "ptt"])
 def test_items_are_the_scores_of_the_true_label(score: Any, reading: str) -> None:
     """To the last bit those of all labels: calibration and prediction must agree where scores tie."""

@@ -35,7 +35,7 @@ def _hull_sizes(asked: Asked, holdout: Holdout, gamma: float) -> tuple[ndarray, 
     by_kappa = {int(k): holdout.size(asked.draws, int(k), gamma) for k in np.unique(kappa)}
     size = np.array([by_kappa[int(k)][i] for k, i in zip(kappa, at, strict=True)])
     # Too few calibration points for that level: the threshold would be infinite.
-    hopeless = (asked.n + 1) * level < 1
+    hopeless = level < asked.promise.least_level(asked.n)
     size[hopeless] = np.array([by_kappa[int(k)][-1] for k in kappa[hopeless]])
     return size, c, kappa, at
 

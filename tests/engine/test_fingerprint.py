@@ -18,8 +18,7 @@ from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.prediction.artifact import load, read
 from keepcover.prediction.calibration import calibrate
-
-from .test_smoothing import toy
+from tests.toys import toy
 
 CAL = toy(120, seed=1)
 ASK: dict[str, Any] = {"epsilon": 0.03, "sigma": 0.1, "draws": 4, "method": "rcp1", "seed": 1}
@@ -29,6 +28,7 @@ class Net(nn.Module):
     """A model that keeps in plain attributes what decides its logits."""
 
     scale = 1.0
+    mask: Tensor
 
     def __init__(
         self, mean: Any = 0.5, activation: Any = functional.relu, gain: float = 1.0, shift: float = 0.0
@@ -71,7 +71,10 @@ def changed(change: Callable[[Net], Any], **options: Any) -> Net:
 
 # Equal weights in every case, so that the state dict's digest is the same.
 OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "subclass": (Negative, r"the model is a tests\.test_fingerprint\.Negative, expected tests\.test_fingerprint\.Net"),
+    "subclass": (
+        Negative,
+        r"the model is a tests\.engine\.test_fingerprint\.Negative, expected tests\.engine\.test_fingerprint\.Net",
+    ),
     "activation": (
         lambda: changed(lambda m: setattr(m, "act", nn.GELU())),
         r"module 'act' is a .*GELU, expected .*ReLU",
@@ -120,7 +123,7 @@ def test_the_same_model_comes_back(saved: Path) -> None:
     used.place, used.folder, used.name_or_path = "cuda:1", "/home", "copy"  # type: ignore[assignment]
     for model in (fresh, used, Net().train(), nn.DataParallel(Net())):
         assert load(saved, model).predict(CAL[0][:3], seed=1).mask.shape == (3, 4)
-    stored = read(saved)[0]["model_structure"]
+    stored = read(saved)[0]["model"]["structure"]
     assert "place" not in stored[""]
     assert "folder" not in stored[""]
     assert stored[""]["scale"] == 1.0
@@ -193,10 +196,9 @@ def test_a_model_that_takes_no_probes_is_known_by_the_rest(tmp_path: Path) -> No
             raise KeyError("never seen")
         return model(images)
 
-    with pytest.warns(KeepcoverWarning, match="right on only"):
-        predictor = calibrate(picky, CAL, **{**ASK, "method": "cp", "sigma": 0.0}, fingerprint="mine")
+    predictor = calibrate(picky, CAL, **{**ASK, "method": "cp", "sigma": 0.0}, fingerprint="mine")
     predictor.save(path)
-    assert "probe_logits" not in read(path)[1]
+    assert "probe_outputs" not in read(path)[1]
     load(path, picky, fingerprint="mine")
 
 
@@ -211,7 +213,7 @@ def test_wrappers_are_looked_through() -> None:
 
 def test_a_script_and_its_import_are_one(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
     """Calibrated by ``python net.py``, served by ``--model net:build``, or by ``--model package.net:build``."""
-    for name in ("__main__", "test_fingerprint", "package.tests.test_fingerprint"):
+    for name in ("__main__", "test_fingerprint", "package.tests.engine.test_fingerprint"):
         monkeypatch.setattr(Net, "__module__", name)
         load(saved, Net())
     monkeypatch.setattr(Net, "__module__", "other.test_fingerprint")
@@ -223,8 +225,8 @@ def test_rounding_of_another_machine_is_tolerated(saved: Path) -> None:
     """Logits that TF32 would give pass; a tenth more does not."""
     identity = load(saved, Net()).identity
     assert identity is not None
-    assert identity.logits is not None
-    smoother, logits = Smoother(Net(), 0.1), identity.logits
+    assert identity.outputs is not None
+    smoother, logits = Smoother(Net(), 0.1), identity.outputs
     spread = logits.max() - logits.min()
     for share, fits in ((1e-3, True), (0.1, False)):
         moved = logits + share * spread * torch.tensor([1.0, -1.0, 1.0, -1.0])
