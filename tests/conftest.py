@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import jaxtyping
 import pytest
 import torch
-from jaxtyping import install_import_hook
 
-install_import_hook("keepcover", "beartype.beartype")
+jaxtyping.install_import_hook("keepcover", "beartype.beartype")
 
 # Tensors in tests are small and pytest runs on every core: one thread each, or they wait for one another.
 torch.set_num_threads(1)
@@ -34,6 +34,12 @@ def assets() -> Path:
             f"needs development assets (weights, CIFAR); none at {ASSETS}, set KEEPCOVER_ASSETS to their folder"
         )
     return ASSETS
+
+
+@pytest.fixture
+def untyped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library as users run it: for forged files, which types would refuse first, and for loops that they make slow."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -36,10 +35,7 @@ CAL, HELD, TEST = toy(120, seed=1), toy(40, seed=2), toy(60, seed=3)
 ASK: dict[str, Any] = {"epsilon": 0.03, "sigma": 0.1, "draws": 8, "calibration_draws": 8, "seed": 1, "holdout": HELD}
 
 
-@pytest.fixture(autouse=True)
-def _as_users_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the run-time types of these tests: they would refuse forged files before the library has to."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+pytestmark = pytest.mark.usefixtures("untyped")
 
 
 def margin(logits: Tensor) -> Tensor:

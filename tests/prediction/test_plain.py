@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from fractions import Fraction
@@ -66,6 +65,7 @@ def test_a_label_is_in_iff_its_score_is_at_most_the_conformal_quantile(
     assert sets.mask.tolist() == [[8 - eighths <= own[rank - 1] for eighths in row] for row in new]
 
 
+@pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize(
     ("n", "alpha", "score"), [(25, 0.1, "hps"), (9, 0.1, "hps"), (40, 0.37, "hps"), (25, 0.1, "aps"), (25, 0.1, None)]
 )
@@ -261,14 +261,14 @@ def test_calibration_points_come_as_a_pair() -> None:
         keepcover.split_conformal((CAL, LABELS, LABELS), TEST)
 
 
+@pytest.mark.usefixtures("untyped")
 def test_alpha_is_one_number_as_it_was_typed() -> None:
-    """Without the run-time types of these tests, which would refuse such numbers before the function sees them."""
-    untyped = inspect.unwrap(keepcover.split_conformal)
+    """Numbers of NumPy and PyTorch, and what is none."""
     for typed in (0.1, np.float32(0.1), torch.tensor(0.1), "0.1"):
-        assert untyped((CAL, LABELS), TEST, alpha=typed).guarantee.alpha == 0.1
+        assert keepcover.split_conformal((CAL, LABELS), TEST, alpha=typed).guarantee.alpha == 0.1
     for wrong in (None, [0.1, 0.2], "a tenth", True, []):
         with pytest.raises(InputError, match=r"expected one .*alpha"):
-            untyped((CAL, LABELS), TEST, alpha=wrong)
+            keepcover.split_conformal((CAL, LABELS), TEST, alpha=wrong)
 
 
 def test_it_is_the_method_cp() -> None:

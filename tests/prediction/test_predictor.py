@@ -207,6 +207,7 @@ PROMISES: dict[str, tuple[int, dict[str, Any]]] = {
 
 @two_classes
 @trivial_is_fine
+@pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize("law", ["point", "mixture"])
 @pytest.mark.parametrize("case", list(PROMISES))
 def test_certified_coverage_survives_the_worst_attack(case: str, law: str) -> None:
@@ -220,6 +221,7 @@ def test_certified_coverage_survives_the_worst_attack(case: str, law: str) -> No
 
 
 @two_classes
+@pytest.mark.usefixtures("untyped")
 def test_vanilla_coverage_does_not() -> None:
     """The same test rejects conformal prediction on one noisy draw, so it can reject. Its clean coverage is fine."""
     clean, attacked = misses("point", 80, alpha=0.2, epsilon=0.3, sigma=0.25, method="cp")
