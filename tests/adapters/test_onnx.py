@@ -13,13 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keepcover.attacks.attacks import transfer
 from torch import Tensor, nn
 
 from keepcover import calibrate, fingerprint, load
 from keepcover.adapters import OnnxClassifier
 from keepcover.adapters.onnx_files import external_files
-from keepcover.attacks import audit
+from keepcover.attacks import audit, transfer
 from keepcover.errors import InputError
 from keepcover.models import SmallCNN
 from keepcover.scores.scores import APS, HPS
@@ -103,13 +102,13 @@ def test_the_small_cnn_exported_calibrates_saves_loads_predicts_and_is_audited(
     options: dict[str, Any] = {"epsilon": 0.1, "sigma": 0.15, "draws": 8, "seed": 1, "class_names": list("abcd")}
     predictor, reference = calibrate(model, CAL, **options), calibrate(cnn, CAL, **options)
     for level, calibrated in predictor.levels.items():  # the same function, so nearly the same threshold
-        assert calibrated.threshold == pytest.approx(reference.levels[level].threshold, abs=1e-3)
+        torch.testing.assert_close(calibrated.threshold, reference.levels[level].threshold, rtol=0, atol=1e-3)
     predictor.save(tmp_path / "p.safetensors")
     loaded = load(tmp_path / "p.safetensors", OnnxClassifier(exported))
     sets = loaded.predict(TEST[0], seed=2)
     assert torch.equal(sets.mask, predictor.predict(TEST[0], seed=2).mask)
     assert float((sets.mask == reference.predict(TEST[0], seed=2).mask).double().mean()) > 0.99
-    assert sets.evaluate(TEST[1]).coverage.mean > 0.85
+    assert sets.measure(TEST[1]).coverage.mean > 0.85
     found = audit(
         loaded, TEST, attacks={"random": "random", "transfer": transfer(cnn, 0.15, 8)}, steps=10, draws=8, seed=4
     )
