@@ -83,9 +83,12 @@ def description(content: bytes) -> dict[str, Any]:
     """
     try:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        about = json.loads(header.get("__metadata__", {}).get("keepcover", "{}"))
+        metadata = header.get("__metadata__", {})
+        about = json.loads(metadata.get("keepcover", "{}"))
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise DamagedError(f"it is not a safetensors file ({error})") from None
+    if "holdfast" in metadata:
+        raise DamagedError("it was written by holdfast 0.1.0, as keepcover was called before; make it again")
     if not isinstance(about, dict):
         raise DamagedError("its metadata are not an object")
     return about

@@ -132,6 +132,8 @@ def load_predictor(
     if model in MODELS and weights is None:
         raise InputError(f"{model} needs --weights FILE: those that the predictor was calibrated with")
     network = load_model(model, weights, classes, device, output)
+    if isinstance(network, nn.Module):
+        network.eval()
     return load(path, network, fingerprint=fingerprint, batch_size=batch_size, device=device)
 
 

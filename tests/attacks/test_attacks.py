@@ -11,25 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from keepcover.attacks.attacks import (
-    L2,
-    CountMargin,
-    Loss,
-    NoisyModel,
-    SmoothedScore,
-    margin_loss,
-    mean_softmax,
-    pgd,
-    plain_pgd,
-    random_search,
-    smooth_adv,
-    transfer,
-)
+from keepcover.attacks import Margin, NoisyModel, mean_softmax, pgd, random_search, smooth_adv, transfer
+from keepcover.attacks.losses import Loss
 from keepcover.errors import InputError, KeepcoverWarning
-from keepcover.noise.stream import ROLES, Stream, lattice
-from keepcover.prediction.calibration import calibrate
-from keepcover.prediction.predictor import Predictor
-from keepcover.scores.scores import hps, log_odds
+from keepcover.methods import RSCP
+from keepcover.noise import Stream
+from keepcover.noise.norms import L2
+from keepcover.noise.stream import ROLES, lattice
+from keepcover.prediction import Predictor, calibrate
+from keepcover.scores import hps, log_odds
 from tests.toys import flags, half_trained, nearest, toy
 
 patient = settings(deadline=None, derandomize=True, max_examples=40)
@@ -67,7 +57,7 @@ def value(noisy: NoisyModel, loss: Loss, images: Tensor, labels: Tensor) -> Tens
     """The attacker's objective at some images."""
     ids = torch.arange(len(images))
     with torch.no_grad():
-        return loss(noisy.logits(images, noisy.noise(ids, tuple(images.shape[1:]))), labels, ids)
+        return loss(noisy.outputs(images, ids), labels, ids)
 
 
 # -- the closed form ---------------------------------------------------------------------------------------------------
@@ -92,7 +82,7 @@ def test_the_named_attacks_are_that_loop() -> None:
     model, (x, y) = curved(), batch(10, 4)
     smooth = pgd(NoisyModel(model, 0.2, 8, Stream(5, "attack")), x, y, 0.3)
     assert torch.equal(smooth_adv(model, x, y, 0.3, 0.2, draws=8, seed=5), smooth)
-    assert torch.equal(plain_pgd(model, x, y, 0.3), pgd(NoisyModel(model, 0.0, 1, ATTACK), x, y, 0.3))
+    assert torch.equal(smooth_adv(model, x, y, 0.3, 0.0), pgd(NoisyModel(model, 0.0, 1, ATTACK), x, y, 0.3))
     assert torch.equal(smooth_adv(lambda inputs: model(inputs), x, y, 0.3, 0.2, draws=8, seed=5), smooth)
 
 
@@ -217,7 +207,8 @@ def test_the_same_seed_is_the_same_attack() -> None:
     one, same, other = (smooth_adv(model, x, y, 0.3, 0.5, draws=4, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
-    starts = [plain_pgd(model, x, y, 0.3, steps=1, random_start=True, seed=seed) for seed in (1, 1, 2)]
+    noisy = NoisyModel(model, 0.0, 1, ATTACK)
+    starts = [pgd(noisy, x, y, 0.3, steps=1, random_start=True, seed=seed) for seed in (1, 1, 2)]
     assert torch.equal(starts[0], starts[1])
     assert not torch.equal(starts[1], starts[2])
     fresh = [smooth_adv(model, x, y, 0.3, 0.5, draws=4) for _ in range(2)]
@@ -295,9 +286,9 @@ def test_mean_softmax_is_the_formula(seed: int, scale: float) -> None:
 CAL, HELD, TEST = toy(150, seed=1), toy(40, seed=2), toy(24, seed=3)
 PREDICTORS: dict[str, dict[str, Any]] = {
     "rscp-ptt": {"method": "rscp", "draws": 16},
-    "rscp-plain": {"method": "rscp", "draws": 16, "transform": "none"},
+    "rscp-plain": {"method": RSCP(transform=None), "draws": 16},
     "cp": {"method": "cp", "draws": 1, "sigma": 0.0},
-    "aps": {"method": "rscp", "draws": 16, "transform": "none", "score": "aps"},
+    "aps": {"method": RSCP(transform=None), "draws": 16, "score": "aps"},
     "exact": {"method": "exact", "draws": 16},
     "rcp1": {"method": "rcp1", "draws": 1},
 }
@@ -311,11 +302,7 @@ def predictor_for(case: str) -> Predictor:
 def test_an_attack_raises_what_it_climbs(case: str) -> None:
     """No image ends below its start, most end well above; the loss belongs to the predictor's rule."""
     predictor = predictor_for(case)
-    noisy, loss = (
-        NoisyModel(predictor.smoother.model, predictor.smoother.sigma, 32, ATTACK),
-        margin_loss(predictor, ATTACK),
-    )
-    assert isinstance(loss, CountMargin if case in ("exact", "rcp1") else SmoothedScore)
+    noisy, loss = NoisyModel(nearest(), predictor.noise, 32, ATTACK), Margin(predictor, ATTACK)
     before = value(noisy, loss, *TEST)
     after = value(noisy, loss, pgd(noisy, *TEST, 0.1, loss=loss), TEST[1])
     assert (after >= before - 1e-5).all()
@@ -329,14 +316,14 @@ def test_an_attack_raises_what_it_climbs(case: str) -> None:
 def test_the_smoothed_score_is_the_predictors() -> None:
     logits, ids = torch.randn(6, 9, 4), torch.arange(6)
     labels = torch.tensor([0, 1, 2, 3, 0, 1])
-    plain = SmoothedScore(predictor_for("rscp-plain"), ATTACK)(logits, labels, ids)
+    plain = Margin(predictor_for("rscp-plain"), ATTACK)(logits, labels, ids)
     torch.testing.assert_close(plain, hps(logits)[torch.arange(6), :, labels].mean(dim=1))
     predictor = predictor_for("rscp-ptt")
-    own, ptt = log_odds(logits)[torch.arange(6), :, labels], predictor.ptt(0.1)
+    own, ptt = log_odds(logits)[torch.arange(6), :, labels], predictor.rule.transform
     assert ptt is not None
-    smooth = SmoothedScore(predictor, ATTACK)(logits, labels, ids)
-    rank = torch.searchsorted(ptt.holdout, own.contiguous(), right=True)
-    low, high = (ptt.table[(rank + step).clamp(0, len(ptt.holdout))].mean(dim=1) for step in (0, 1))
+    smooth = Margin(predictor, ATTACK)(logits, labels, ids)
+    rank = torch.searchsorted(ptt.reference, own.contiguous(), right=True)
+    low, high = (ptt.table[(rank + step).clamp(0, len(ptt.reference))].mean(dim=1) for step in (0, 1))
     assert (low - 1e-6 <= smooth).all()  # a straight line between neighbouring steps of PTT
     assert (smooth <= high + 1e-6).all()
 
@@ -344,15 +331,23 @@ def test_the_smoothed_score_is_the_predictors() -> None:
 def test_the_count_margin_is_the_rules() -> None:
     """With the rule's own number of draws: above zero iff more than kappa of the true label's draws exceed t."""
     predictor = predictor_for("exact")
-    calibrated = predictor.levels[0.1, 0.1]
     logits, ids, labels = 3 * torch.randn(200, 16, 4), torch.arange(200), torch.arange(200) % 4
     own = log_odds(logits)[torch.arange(200), :, labels]
-    found = CountMargin(predictor, ATTACK)(logits, labels, ids)
-    kappa = calibrated.rule.parameters()["kappa"]
-    torch.testing.assert_close(found, own.sort(dim=1, descending=True).values[:, kappa] - calibrated.threshold)
+    found = Margin(predictor, ATTACK)(logits, labels, ids)
+    kappa = predictor.rule.parameters()["kappa"]
+    torch.testing.assert_close(found, own.sort(dim=1, descending=True).values[:, kappa] - float(predictor.threshold))
     lost = ~predictor.decide(logits, ids, Stream(0, "test"))[0.1, 0.1][torch.arange(200), labels]
     assert torch.equal(found > 0, lost)
     assert 0 < int(lost.sum()) < 200
+
+
+def test_the_margin_is_that_of_the_level_asked_for() -> None:
+    predictor = calibrate(nearest(), CAL, epsilon=0.1, sigma=0.15, alpha=[0.1, 0.3], method="rcp1", draws=1, seed=1)
+    logits, ids, labels = torch.randn(20, 1, 4), torch.arange(20), torch.arange(20) % 4
+    own = log_odds(logits)[torch.arange(20), 0, labels]
+    for alpha in (0.1, 0.3):
+        one = predictor.at(alpha)
+        torch.testing.assert_close(Margin(one, ATTACK)(logits, labels, ids), own - float(one.threshold))
 
 
 def test_losses_have_gradients_everywhere_they_are_needed() -> None:
@@ -361,7 +356,7 @@ def test_losses_have_gradients_everywhere_they_are_needed() -> None:
         predictor = predictor_for(case)
         logits = torch.randn(8, 5, 4).requires_grad_()
         labels = torch.arange(8) % 4
-        loss = margin_loss(predictor, ATTACK)(logits, labels, torch.arange(8))
+        loss = Margin(predictor, ATTACK)(logits, labels, torch.arange(8))
         (gradient,) = torch.autograd.grad(loss.sum(), logits)
         assert gradient.isfinite().all()
         assert (gradient != 0).any(), case
@@ -401,7 +396,7 @@ def test_a_search_by_queries_stays_in_the_ball_and_never_loses(
     if clip is not None:
         assert 0 <= float(found.min()) <= float(found.max()) <= 1
     ids = torch.arange(7)
-    before, after = (mean_softmax(noisy.logits(i, noisy.noise(ids, (6,))), y, ids) for i in (x, found))
+    before, after = (mean_softmax(noisy.outputs(i, ids), y, ids) for i in (x, found))
     assert bool((after >= before - 1e-5).all())
 
 
@@ -410,7 +405,7 @@ def test_a_long_search_comes_near_the_gradient() -> None:
     model, (x, y) = linear(), batch(20)
     noisy = NoisyModel(model, 0.0, 1, ATTACK)
     losses = [
-        mean_softmax(noisy.logits(images, None), y, torch.arange(20)).detach()
+        mean_softmax(noisy.outputs(images, torch.arange(20)), y, torch.arange(20)).detach()
         for images in (
             x,
             random_search(NoisyModel(Queries(model), 0.0, 1, ATTACK), x, y, 0.5, steps=300),
@@ -430,7 +425,7 @@ def test_searches_follow_their_seed_and_use_their_restarts() -> None:
     assert not torch.equal(one, other)
     ids = torch.arange(9)
     losses = [
-        mean_softmax(noisy.logits(random_search(noisy, x, y, 0.5, steps=5, restarts=r), None), y, ids).mean()
+        mean_softmax(noisy.outputs(random_search(noisy, x, y, 0.5, steps=5, restarts=r), ids), y, ids).mean()
         for r in (1, 4)
     ]
     assert losses[1] > losses[0]
@@ -439,7 +434,7 @@ def test_searches_follow_their_seed_and_use_their_restarts() -> None:
 def test_gradient_attacks_on_a_black_box_say_what_remains() -> None:
     x, y = batch(3, classes=4)
     for attack in (
-        lambda: plain_pgd(Queries(curved()), x, y, 0.5),
+        lambda: smooth_adv(Queries(curved()), x, y, 0.5, 0.0),
         lambda: smooth_adv(Queries(curved()), x, y, 0.5, 0.2, 2),
     ):
         with pytest.raises(

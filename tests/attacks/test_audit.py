@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Mapping
@@ -17,15 +16,12 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor, nn
 
-from keepcover.attacks.attacks import NoisyModel, mean_softmax, pgd, transfer
+from keepcover.attacks import NoisyModel, mean_softmax, pgd, transfer
 from keepcover.attacks.audit import VIOLATION, Audit, audit, judge
-from keepcover.cli.side_by_side import summary_rows
 from keepcover.errors import InputError
-from keepcover.methods import Exact
-from keepcover.noise.stream import Stream
-from keepcover.prediction.calibration import calibrate
-from keepcover.prediction.predictor import Predictor
-from keepcover.tasks.metrics import Evaluation, evaluate
+from keepcover.methods.exact import HullRule
+from keepcover.noise import Gaussian, Stream
+from keepcover.prediction import Predictor, calibrate
 from tests.toys import nearest, toy
 
 EPSILON, SIGMA = 0.15, 0.15
@@ -56,10 +52,6 @@ def report(predictors: dict[str, Predictor]) -> Audit:
     return audit(predictors, TEST, **TINY)
 
 
-def evaluation(covered: int, m: int) -> Evaluation:
-    return evaluate((torch.arange(m) < covered)[:, None].expand(-1, 2), torch.zeros(m, dtype=torch.int64))
-
-
 # -- the law -----------------------------------------------------------------------------------------------------------
 
 
@@ -70,7 +62,7 @@ def test_the_p_value_is_the_beta_binomial_law(m: int, covered: int, alpha: float
     covered = min(covered, m)
     predictor = calibrate(nearest(), CAL, method="cp", alpha=alpha, epsilon=0.01, sigma=SIGMA, seed=1)
     rank = 301 - math.floor(301 * round(100 * alpha) / 100 + 1e-9)
-    promised, p_value, verdict = judge(predictor, evaluation(covered, m), 0.0, (alpha, 0.01))
+    promised, p_value, verdict = judge(predictor, covered, m, 0.0)
     expected = stats.betabinom.cdf(covered, m, rank, 301 - rank)
     assert p_value == pytest.approx(expected, rel=1e-7, abs=1e-14)
     assert promised
@@ -81,7 +73,7 @@ def test_the_p_value_is_the_beta_binomial_law(m: int, covered: int, alpha: float
 def test_the_p_value_of_a_certificate_is_its_own_law(covered: int, predictors: dict[str, Predictor]) -> None:
     """RCP1: the clean miss rate is Beta(n + 1 - k, k), the attacked one its shift, at worst; integrated numerically. The
     rule may err on the safe side, that of too large a p-value, by what its grid costs: a tenth at most."""
-    _, p_value, _ = judge(predictors["rcp1"], evaluation(covered, 150), EPSILON, (0.1, EPSILON))
+    _, p_value, _ = judge(predictors["rcp1"], covered, 150, EPSILON)
     rank = 301 - math.floor(301 * stats.norm.cdf(stats.norm.ppf(0.1) - EPSILON / SIGMA))
     missed = stats.beta(301 - rank, rank).ppf((np.arange(20_000) + 0.5) / 20_000)
     attacked = stats.norm.cdf(stats.norm.ppf(missed) + EPSILON / SIGMA)
@@ -105,7 +97,7 @@ def test_the_p_value_of_a_certificate_is_its_own_law(covered: int, predictors: d
 def test_what_is_promised_where(name: str, radius: float, promised: bool, predictors: dict[str, Predictor]) -> None:
     """Certified methods within epsilon, the others on clean data only; the verdict follows from that and the p-value."""
     for covered in (150, 135, 40):
-        said, p_value, verdict = judge(predictors[name], evaluation(covered, 150), radius, (0.1, EPSILON))
+        said, p_value, verdict = judge(predictors[name], covered, 150, radius)
         low = p_value < VIOLATION
         assert said == promised
         words = ("violated" if low else "consistent") if promised else ("no promise, lost" if low else "no promise")
@@ -138,7 +130,7 @@ def test_rows_are_what_the_sets_say(report: Audit, predictors: dict[str, Predict
         key = (row.name, row.attack, row.radius)
         images, sets = report.attacked[key], report.sets[key]
         assert torch.equal(sets.mask, predictors[row.name].predict(images, seed=5).mask)
-        measured = evaluate(sets.mask, TEST[1])
+        measured = sets.measure(TEST[1])
         assert row.coverage == measured.coverage.__dict__
         assert row.size == measured.size
         assert float((images.double() - TEST[0].double()).flatten(1).norm(dim=1).max()) <= row.radius
@@ -183,7 +175,7 @@ def test_an_audit_as_json_and_text(report: Audit) -> None:
 
 
 def test_the_summary_takes_the_worse_attack(report: Audit) -> None:
-    rows = summary_rows(report, EPSILON)
+    rows = report.summary(EPSILON)
     assert [row["name"] for row in rows] == list(METHODS)
     for row in rows:
         own = [r for r in report.rows if r.name == row["name"]]
@@ -216,8 +208,9 @@ def test_a_predictor_that_breaks_its_promise_is_found(threshold: float, model: n
     """A threshold lowered on purpose: empty sets, or sets too small. The audit says violated, clean and attacked."""
     mutant = calibrate(model, CAL, method="exact", epsilon=EPSILON, sigma=SIGMA, draws=16, holdout=HELD, seed=1)
     level = (0.1, EPSILON)
-    assert mutant.levels[level].threshold > threshold
-    mutant.levels[level] = replace(mutant.levels[level], threshold=threshold)
+    honest = mutant.levels[level]
+    assert float(honest.threshold) > threshold
+    mutant = replace(mutant, levels={level: replace(honest, threshold=torch.tensor(threshold).double())})
     found = audit({"mutant": mutant}, TEST, **TINY)
     attacked = [row for row in found.rows if row.attack != "none"]
     assert {row.verdict for row in attacked} == {"violated"}
@@ -228,49 +221,74 @@ def test_a_predictor_that_breaks_its_promise_is_found(threshold: float, model: n
     assert found.to_dict()["violated"] == len(found.broken)
 
 
-class AtAlpha(Exact):
-    """Reads its threshold off at alpha, as if nobody attacked; its own level cannot tell."""
+class AtAlpha(HullRule):
+    """Reads its threshold off at alpha, as if no adversary attacked; its own level cannot tell."""
 
     @property
     def level(self) -> float:
-        return self.setting.alpha
+        return self.asked.alpha
 
 
-@pytest.mark.parametrize("change", ["level", "kappa", "g", "g and threshold", "threshold", "sigma"])
+@pytest.mark.parametrize("change", ["level", "kappa", "g", "g and threshold", "threshold", "sigma", "alpha"])
 def test_a_rule_that_was_changed_is_found_without_a_single_miss(change: str, model: nn.Module) -> None:
     """What the calibration points contradict is violated wherever something is promised, whatever coverage was seen."""
     method = "exact_asymmetric" if change.startswith("g") else "exact"
     honestly = calibrate(model, CAL, method=method, epsilon=EPSILON, sigma=SIGMA, draws=16, holdout=HELD, seed=1)
-    mutant, level = copy.copy(honestly), (0.1, EPSILON)
-    honest = honestly.levels[level]
-    rule, threshold = honest.rule, honest.threshold
-    true = mutant.calibration_draws(level).first(rule.calibration_draws)
+    ((level, honest),) = honestly.levels.items()
+    rule, threshold = honest.rule, float(honest.threshold)
     if change == "level":
-        rule = AtAlpha(rule.setting, **rule.parameters())
-        threshold = rule.threshold(rule.calibration_statistic(true))
+        rule = AtAlpha(**vars(rule))
+        threshold = rule.threshold(honestly.items)
     elif change == "sigma":  # calibrated for more noise than is drawn
-        rule = replace(rule, setting=replace(rule.setting, sigma=2 * SIGMA))
-        threshold = rule.threshold(rule.calibration_statistic(true))
+        rule = replace(rule, asked=replace(rule.asked, threat=replace(rule.asked.threat, noise=Gaussian(2 * SIGMA))))
+        threshold = rule.threshold(honestly.items)
+    elif change == "alpha":  # calibrated for less than what is promised
+        rule = replace(rule, asked=replace(rule.asked, alpha=0.3))
+        threshold = rule.threshold(honestly.items)
     elif change == "threshold":
         threshold -= 0.1
     elif change.startswith("g"):
         rule = replace(rule, g=tuple(0.7 * value for value in rule.parameters()["g"]))
-        threshold = rule.threshold(rule.calibration_statistic(true)) if "threshold" in change else threshold
+        threshold = rule.threshold(honestly.items) if "threshold" in change else threshold
     else:
         rule = replace(rule, kappa=rule.parameters()["kappa"] - 1)
-    mutant.levels = {level: replace(honest, rule=rule, threshold=threshold)}
+    changed = replace(honest, rule=rule, threshold=torch.tensor(threshold, dtype=torch.float64))
+    mutant = replace(honestly, levels={level: changed})
     for radius in (0.0, EPSILON):
-        assert judge(honestly, evaluation(150, 150), radius, level)[1:] == (1.0, "consistent")
-        assert judge(mutant, evaluation(150, 150), radius, level)[1:] == (0.0, "violated")
-    assert judge(mutant, evaluation(150, 150), 2 * EPSILON, level)[2] == "no promise"
+        assert judge(honestly, 150, 150, radius)[1:] == (1.0, "consistent")
+        assert judge(mutant, 150, 150, radius)[1:] == (0.0, "violated")
+    assert judge(mutant, 150, 150, 2 * EPSILON)[2] == "no promise"
+
+
+def test_one_predictor_of_several_levels_is_audited_at_its_first(model: nn.Module) -> None:
+    options: dict[str, Any] = {
+        "method": "rcp1",
+        "sigma": SIGMA,
+        "seed": 1,
+        "alpha": [0.2, 0.1],
+        "epsilon": [0.05, EPSILON],
+    }
+    several = calibrate(model, CAL, **options)
+    for level in several.levels:
+        found = audit(several.at(*level), TEST, attacks=["margin"], **TINY)
+        assert [(row.alpha, row.epsilon) for row in found.rows] == [level] * 2
+        assert [row.radius for row in found.rows] == [0.0, level[1]]
+        assert torch.equal(
+            found.sets["rcp1", "none", 0.0].mask,
+            several.predict(TEST[0], alpha=level[0], epsilon=level[1], seed=TINY["seed"]).mask,
+        )
+    assert (
+        audit(several, TEST, attacks=["margin"], **TINY).rows
+        == audit(several.at(), TEST, attacks=["margin"], **TINY).rows
+    )
 
 
 def test_a_p_value_that_is_no_number_is_an_error(
     predictors: dict[str, Predictor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Exact, "p_value", lambda *_: math.nan)
+    monkeypatch.setattr(HullRule, "p_value", lambda *_: math.nan)
     with pytest.raises(RuntimeError, match="the law of exact gave the p-value nan"):
-        judge(predictors["exact"], evaluation(100, 150), EPSILON, (0.1, EPSILON))
+        judge(predictors["exact"], 100, 150, EPSILON)
 
 
 # -- attacks of one's own ----------------------------------------------------------------------------------------------
@@ -303,8 +321,8 @@ def test_an_attack_of_your_own(predictors: dict[str, Predictor], model: nn.Modul
 @pytest.mark.parametrize(
     ("cheat", "match"),
     [
-        (lambda x, y, e: x + 1.001 * e / 4, r"moved an image by 0.1501\d* in L2, allowed are 0.15"),
-        (lambda x, y, e: torch.cat([x[:-1], x[-1:] + 1]), "moved an image by 4 in L2"),
+        (lambda x, y, e: x + 1.001 * e / 4, r"moved an image by L2 0.1501\d*, allowed are 0.15"),
+        (lambda x, y, e: torch.cat([x[:-1], x[-1:] + 1]), "moved an image by L2 4"),
         (lambda x, y, e: x[:-1], "must return finite images of shape"),
         (lambda x, y, e: x.flatten(1), "must return finite images of shape"),
         (lambda x, y, e: x * torch.nan, "must return finite images of shape"),

@@ -17,21 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from keepcover.bounds import conformal_quantile
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError
-from keepcover.evaluation import (
-    Attacked,
-    Entry,
-    InMemory,
-    Network,
-    Row,
-    Stored,
-    entries,
-    evaluate,
-    evaluate_entries,
-    source,
-)
+from keepcover.evaluation import Attacked, Entry, InMemory, Network, Row, Stored, entries, evaluate, evaluate_entries
 from keepcover.evaluation.random_splits import random_splits
 from keepcover.methods import METHODS, RSCP, Asked, Exact, Holdout, get_method
 from keepcover.noise import Gaussian, Stream, Threat
+from keepcover.prediction import source
 from keepcover.scores import PTT, CustomScore, Reading, hps, log_odds
 from keepcover.store import LogitStore, StoreKey
 from keepcover.tasks import Classification

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from keepcover.engine.fingerprint import fingerprint
 from keepcover.errors import InputError
@@ -115,3 +115,10 @@ def test_every_head_names_its_backbone() -> None:
             named.setdefault(CARDS[name]["base"], set()).add(json.loads(file.metadata()["keepcover"])["backbone"])
     assert all(len(backbones) == 1 for backbones in named.values())
     assert len(set.union(*named.values())) == len(named) == 5
+
+
+def test_weights_of_0_1_0_are_refused_in_one_line(tmp_path: Path) -> None:
+    old = tmp_path / "old.safetensors"
+    save_file({"weight": torch.zeros(2, 2)}, old, {"holdfast": "{}"})
+    with pytest.raises(InputError, match=r"^[^\n]*written by holdfast 0\.1\.0, as keepcover was called before[^\n]*$"):
+        load_weights(torch.nn.Linear(2, 2), old)

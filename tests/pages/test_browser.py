@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from keepcover import cli
-from keepcover.demo import demo, report
-from keepcover.demo.demo import Entry
+from keepcover.demo.demo import Entry, run_demo
+from keepcover.demo.report import write_report
 from keepcover.methods import RCP1, RSCP, Exact, SplitCP
 from keepcover.paper.reproduce.run import write_page
 from tests.conftest import Watched
@@ -41,15 +41,9 @@ def _demo(folder: Path) -> Path:
         Entry("vanilla CP", SplitCP(), 1, sigma=0.0),
         Entry("RSCP + PTT", RSCP(), 16),
         Entry("RCP1", RCP1(), 1),
-        Entry("exact, 16 draws", Exact(), 8),
+        Entry("exact, 8 draws", Exact(), 8),
     )
-    with pytest.MonkeyPatch.context() as patch:
-        fit = demo.fit_under_noise
-        patch.setattr(demo, "fit_under_noise", lambda *d, epochs, **o: fit(*d, epochs=min(epochs, 15), **o))
-        patch.setattr(demo, "ENTRIES", entries)
-        for module in (demo, report):
-            patch.setattr(module, "ATTACKED", 40)
-        return report.write_report(demo.run_demo(0, say=lambda _: None), folder / "demo")
+    return write_report(run_demo(0, lambda _: None, entries, attacked=40, epochs=15), folder / "demo")
 
 
 def _predictor(folder: Path) -> Path:

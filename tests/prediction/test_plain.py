@@ -276,3 +276,11 @@ def test_it_is_the_method_cp() -> None:
     sets = keepcover.split_conformal((CAL, LABELS), TEST)
     assert sets.guarantee.method in METHODS
     assert not METHODS[sets.guarantee.method].certified
+
+
+def test_a_model_is_not_asked_to_tolerate_noise_where_there_is_none() -> None:
+    """Scores of one's own are small where a label fits, so their largest entry is no label: nothing is warned of."""
+    labels = torch.arange(400) % 3
+    scores = -torch.randn(400, 3) - 4 * torch.eye(3)[labels]
+    sets = keepcover.split_conformal((scores[:300], labels[:300]), scores[300:], score=None)
+    assert sets.measure(labels[300:]).coverage.high > 0.9

@@ -351,6 +351,35 @@ def test_nested_sets_are_unions_and_grow(several: Predictor) -> None:
             assert (nested[alpha, small].mask <= nested[alpha, large].mask).all()
 
 
+def test_at_is_the_predictor_of_one_level(several: Predictor) -> None:
+    for level, calibrated in several.levels.items():
+        one = several.at(*level)
+        assert list(one.levels) == [level]
+        assert (one.rule, one.guarantee, one.full) == (
+            calibrated.rule,
+            several.promised(calibrated.rule),
+            calibrated.full,
+        )
+        assert one.threshold is calibrated.threshold
+        assert (one.threshold.dtype, one.threshold.shape) == (torch.float64, ())
+        assert torch.equal(
+            one.predict(TEST[0], seed=4).mask, several.predict(TEST[0], alpha=level[0], epsilon=level[1], seed=4).mask
+        )
+    assert list(several.at().levels) == [(0.1, 0.05)]
+    assert list(several.at(epsilon=0.1).levels) == [(0.1, 0.1)]
+    assert list(several.at(alpha=0.2).levels) == [(0.2, 0.05)]
+
+
+def test_thresholds_fall_with_alpha_and_rise_with_epsilon(model: nn.Module) -> None:
+    """Of one rule, whatever the level: rcp1 has nothing to choose."""
+    ask = {**ASK, "alpha": (0.05, 0.1, 0.3), "epsilon": (0.0, 0.02, 0.05)}
+    found = calibrate(model, CAL, method="rcp1", **ask)
+    at = torch.tensor([[float(found.at(a, e).threshold) for e in ask["epsilon"]] for a in ask["alpha"]])
+    assert (at[1:] <= at[:-1]).all()
+    assert (at[:, 1:] >= at[:, :-1]).all()
+    assert len(at.unique()) > 4
+
+
 def test_a_level_that_was_not_calibrated_is_refused(several: Predictor) -> None:
     with pytest.raises(InputError, match=r"calibrated for \(alpha 0.1, epsilon 0.05\).*got alpha 0.1, epsilon 0.3"):
         several.predict(TEST[0], epsilon=0.3)
@@ -595,7 +624,7 @@ def test_a_randomised_boundary_is_chosen_where_it_helps(model: nn.Module) -> Non
     assert not torch.equal(found, draws.above(float(threshold)) <= rule.kappa)
 
 
-# -- containers, ids, names, aliases -----------------------------------------------------------------------------------
+# -- containers, ids, names -----------------------------------------------------------------------------------
 
 
 def test_every_container_calibrates_alike(model: nn.Module) -> None:
@@ -634,6 +663,27 @@ def test_ids_make_calibration_and_prediction_independent_of_order(model: nn.Modu
     turn, own = torch.randperm(60), torch.arange(60) + 5
     sets = exact.predict(TEST[0], ids=own, seed=2)
     assert equal_but_for_ties(exact.predict(TEST[0][turn], ids=own[turn], seed=2), sets[turn])
+
+
+@pytest.mark.parametrize("batch_size", [7, 32, 120])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_holdout_is_drawn_from_a_loader_as_it_streams_by(batch_size: int, workers: int, model: nn.Module) -> None:
+    """One pass, and the same points held out as from memory: by position, whatever the batches are."""
+    passes: list[int] = []
+
+    class Counted(TensorDataset):
+        def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+            passes.append(index)
+            return super().__getitem__(index)
+
+    loader = DataLoader(Counted(*CAL), batch_size=batch_size, num_workers=workers)
+    expected = calibrate(model, CAL, method="exact", **{**ASK, "holdout": 25})
+    found = calibrate(model, loader, method="exact", **{**ASK, "holdout": 25})
+    assert workers or passes == list(range(120))
+    assert (found.rule, found.holdout_size, found.guarantee.n) == (expected.rule, 25, 95)
+    assert float(found.threshold) == pytest.approx(float(expected.threshold), abs=1e-5)
+    torch.testing.assert_close(found.items.draws.values, expected.items.draws.values, rtol=0, atol=1e-4)
+    assert found.inputs == expected.inputs
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
@@ -943,6 +993,24 @@ def test_a_smoother_brings_its_sigma(model: nn.Module) -> None:
     ):
         calibrate(smoother, CAL, method="rcp1", **{**ASK, "sigma": 0.2})
     assert calibrate(smoother, CAL, method="rcp1", **ASK).smoother is smoother
+
+
+@pytest.mark.parametrize(
+    ("outputs", "match"),
+    [
+        (lambda x: x.flatten(1).sum(dim=1), r"float logits \[images, draws, classes\] of at least 2 classes"),
+        (lambda x: x, r"float logits .*got torch.float32 \(120, 1, 1, 4, 4\)"),
+        (lambda x: x.flatten(1)[:, :1], "at least 2 classes"),
+    ],
+)
+def test_outputs_that_are_no_logits_are_refused(outputs: Callable[[Tensor], Tensor], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        calibrate(outputs, CAL, method="rcp1", **ASK)
+
+
+def test_probabilities_are_warned_about(model: nn.Module) -> None:
+    with pytest.warns(KeepcoverWarning, match="seems to return probabilities where logits are expected"):
+        calibrate(nn.Sequential(model, nn.Softmax(dim=1)), CAL, method="rcp1", **ASK)
 
 
 class Growing(nn.Module):

@@ -68,10 +68,20 @@ def test_a_second_member_goes_through_the_whole_library(
     outputs = predictor.running.logits(images, 16, keepcover.Stream(5, "test"))
     noise = predictor.noise
     rows = keepcover.evaluate(
-        outputs, truth, epsilon=0.05, noise=noise, alpha=0.2, methods=[options.get("method", "exact")], draws=8, splits=5,
-        holdout=60, task=options.get("task", "classification"), promise=options.get("promise"),
-    )  # fmt: skip
-    assert rows[0].coverage.mean > 0.8 and rows[0].guarantee.threat.noise == noise
+        outputs,
+        truth,
+        epsilon=0.05,
+        noise=noise,
+        alpha=0.2,
+        methods=[options.get("method", "exact")],
+        draws=8,
+        splits=5,
+        holdout=60,
+        task=options.get("task", "classification"),
+        promise=options.get("promise"),
+    )
+    assert rows[0].coverage.mean > 0.8
+    assert rows[0].guarantee.threat.noise == noise
     audit = keepcover.audit(predictor, new, attacks=["margin"], steps=3, draws=8, seed=6, progress=False)
     assert [row.verdict for row in audit.rows] == ["consistent", "consistent"]
     assert audit.rows[1].radius == 0.02
@@ -128,6 +138,8 @@ def test_the_suites_catch_mutants(monkeypatch: pytest.MonkeyPatch) -> None:
         check_method(Halved(share=2.5), trials=500)
 
 
-@pytest.mark.parametrize("name", ["cp", "exact", "exact_asymmetric", "rcp1", "bincp", "bincp_sharp", "rscp_plus_hoeffding"])
+@pytest.mark.parametrize(
+    "name", ["cp", "exact", "exact_asymmetric", "rcp1", "bincp", "bincp_sharp", "rscp_plus_hoeffding"]
+)
 def test_the_library_passes_its_own_suite(name: str) -> None:
     check_method(get_method(name), trials=300)

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 from safetensors.torch import save_file
-from tests.cli.runner import arguments, chunks
 
 from keepcover.store import LogitStore
+from tests.cli.runner import arguments, chunks
 from tests.store.test_store import content
 from tests.toys import toy
 

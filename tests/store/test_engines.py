@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.cli.runner import arguments, place, refused
 from torch import Tensor, nn
 
 from keepcover.errors import InputError, KeepcoverWarning
@@ -28,6 +27,7 @@ from keepcover.store.cluster import ray as engine
 from keepcover.store.cluster.pool import Pool
 from keepcover.store.cluster.worker import Recipe, Worker
 from keepcover.store.filling import Filling, scattered
+from tests.cli.runner import arguments, place, refused
 from tests.store.test_store import DATA, GRID, IMAGES, Pixels, content, make, patient, smoother
 
 __all__ = ["place"]  # a fixture

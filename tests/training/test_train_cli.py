@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.cli.runner import as_json, refused, run
 
 from keepcover import cli
 from keepcover.models import SmallCNN, load_head, load_weights
 from keepcover.specs import load_parts
 from keepcover.training.base import noisy_accuracy
+from tests.cli.runner import as_json, refused, run
 
 BASE = ["train", "base", "--sigma", "0.25"]
 ATTACK = ["--sigma", "0.25", "--epsilon", "0.125"]

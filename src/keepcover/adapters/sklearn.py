@@ -11,6 +11,7 @@ from keepcover.adapters.proba import ProbabilityClassifier
 from keepcover.adapters.state import state_digest
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, install
+from keepcover.methods import Method
 from keepcover.prediction import calibrate
 from keepcover.tasks import Classification
 
@@ -84,7 +85,7 @@ class RobustSetClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
         sigma: float = 0.25,
         draws: int = 16,
         calibration_draws: int | None = None,
-        method: str = "auto",
+        method: str | Method = "auto",
         nonconformity: Any = "hps",
         calibration_size: float = 0.5,
         holdout: int | None = None,

@@ -36,7 +36,7 @@ def audit(
     epsilon: ui.Epsilon = 0.5,
     alpha: ui.Alpha = 0.1,
     method: Annotated[list[str] | None, typer.Option(help="Methods to calibrate and attack side by side.")] = None,
-    score: Annotated[ui.ScoreName, typer.Option(help="Non-conformity score.")] = "hps",
+    score: ui.Score = "hps",
     draws: Annotated[int, typer.Option(help="Draws per query of the exact certificates.")] = 16,
     mean_draws: Annotated[int, typer.Option(help="Draws per query of methods that average scores.")] = 256,
     images: Annotated[int, typer.Option(help="Test images to attack.")] = 250,
@@ -80,7 +80,7 @@ def audit(
     from keepcover.evaluation.manifest import manifest
     from keepcover.files import check_folder, write_file
     from keepcover.pages.audit_page import audit_page
-    from keepcover.pages.sections import audit_section
+    from keepcover.pages.sections import audit_table
     from keepcover.specs import load_data, load_model, load_predictor, take_part
 
     start = time.monotonic()
@@ -90,8 +90,7 @@ def audit(
         check_folder(folder, "audit.html", "audit.json")
     if figures is not None:
         check_folder(figures)
-    added = ui.asked_noise(0.5 if sigma is None and noise is None else sigma, noise)
-    assert added is not None
+    added = ui.some_noise(sigma, noise, 0.5)
     with ui.err.status("starting") as status:
         say = ui.told(status)
         points = take_part(load_data(data, data_dir), part)
@@ -145,12 +144,11 @@ def audit(
     if as_json:
         ui.print_json({**result.to_dict(), "report": str(page) if page else None})
         return
-    table = audit_section(result).table
-    assert table is not None
+    table = audit_table(result)
     ui.print_table(
         f"Audit: alpha {result.rows[0].alpha:g}, epsilon {result.rows[0].epsilon:g}, {len(result.images)} images",
         table.head,
-        [[cell.text for cell in row] for row in table.rows],
+        table.texts,
         "p-value: chance of covering this few or fewer if the promise held, calibration luck included; violated below 0.001",
     )
     if page:

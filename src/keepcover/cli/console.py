@@ -94,6 +94,16 @@ DataDir = Annotated[Path | None, typer.Option(help="Folder of official files, as
 Part = Annotated[
     str | None, typer.Option(help="k/m: the k-th of m random disjoint parts of the data, the same on every run.")
 ]
+Score = Annotated[Literal["hps", "aps", "raps"], typer.Option(help="Non-conformity score.")]
+InputShape = Annotated[
+    str | None, typer.Option("--shape", help="Shape of an input, for norms that need it: `3x32x32`.")
+]
+BatchSize = Annotated[int | None, typer.Option(help="Noisy images per forward pass; chosen by itself by default.")]
+Autocast = Annotated[
+    Literal["bfloat16", "float16"] | None, typer.Option(help="Mixed precision; part of what is certified.")
+]
+ChannelsLast = Annotated[bool, typer.Option("--channels-last", help="Memory format of the model's input.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; the model's own by default.")]
 Secret = Annotated[
     int | None, typer.Option(help="For experiments: a seed makes the noise guessable. Fresh entropy by default.")
@@ -121,9 +131,9 @@ def asked_noise(sigma: float | None, noise: str | None) -> Noise | None:
     return None if asked is None else get_noise(asked)
 
 
-def some_noise(sigma: float | None, noise: str | None) -> Noise:
-    """The same where there must be one."""
-    asked = asked_noise(sigma, noise)
+def some_noise(sigma: float | None, noise: str | None, otherwise: float | None = None) -> Noise:
+    """The same where there must be one: ``otherwise`` is the sigma where neither is given."""
+    asked = asked_noise(otherwise if sigma is None and noise is None else sigma, noise)
     if asked is None:
         raise InputError("expected --sigma, the standard deviation of Gaussian noise, or --noise NAME:NUMBERS")
     return asked

@@ -21,9 +21,10 @@ def demo(
 
     Ends with a table and an HTML report that opens offline.
     """
-    from keepcover.demo.demo import ALPHA, ATTACKED, run_demo
+    from keepcover.demo.demo import ALPHA, run_demo
     from keepcover.demo.report import write_report
     from keepcover.files import check_folder
+    from keepcover.pages.sections import methods_table
 
     check_folder(folder, "report.html", "results.json", "predictor.safetensors")
     if figures is not None:
@@ -34,25 +35,13 @@ def demo(
     if as_json:
         ui.print_json({**result.to_dict(), "report": str(page)})
         return
-    best = result.predictors["exact, 16 draws"]
-    rows = [
-        [
-            row["name"],
-            "yes" if row["certified"] else "no",
-            row["draws"],
-            f"{row['coverage']['mean']:.3f}",
-            f"{row['size']:.2f}",
-            f"{row['attacked_coverage']['mean']:.3f}",
-            f"{row['attacked_size']:.2f}",
-            row["verdict"],
-        ]
-        for row in result.rows()
-    ]
+    best = result.best
+    table = methods_table(result.rows())
     ui.print_table(
         f"Digits: 90 % coverage, {best.noise}, attacked within {best.guarantee.threat.reach}",
-        ["method", "certified", "draws", "coverage", "size", "attacked coverage", "attacked size", "verdict"],
-        rows,
-        f"alpha {ALPHA:g}; 500 calibration, 500 test points, {ATTACKED} of them attacked; one split, seed {seed}; {result.seconds:.0f} s",
+        table.head,
+        table.texts,
+        f"alpha {ALPHA:g}; 500 calibration, 500 test points, {len(result.audit.images)} of them attacked; one split, seed {seed}; {result.seconds:.0f} s",
     )
     ui.out.print(f"\n{best.guarantee}\n")
     ui.out.print(f"report     {page}\npredictor  {folder / 'predictor.safetensors'}")

@@ -25,10 +25,10 @@ def evaluate(
     ] = None,
     noise: ui.NoiseSpec = None,
     norm: ui.NormName = None,
-    shape: Annotated[str | None, typer.Option(help="Shape of an input, for norms that need it: `3x32x32`.")] = None,
+    shape: ui.InputShape = None,
     alpha: ui.Alpha = 0.1,
     beta: Annotated[float | None, typer.Option(help="Monte Carlo budget of RSCP+, 0.001 by default.")] = None,
-    score: Annotated[ui.ScoreName, typer.Option(help="Non-conformity score.")] = "hps",
+    score: ui.Score = "hps",
     method: Annotated[list[str] | None, typer.Option(help=f"One or several of {', '.join(METHODS)}, or all.")] = None,
     transform: Annotated[
         ui.TransformName, typer.Option(help="PTT cannot help methods that only compare scores.")
@@ -52,8 +52,8 @@ def evaluate(
     """
     from keepcover.evaluation import evaluate as run
     from keepcover.evaluation.manifest import manifest, write_results
-    from keepcover.evaluation.source import source_of
     from keepcover.files import check_folder, check_place
+    from keepcover.prediction.source import source_of
     from keepcover.store import StoreReader
     from keepcover.store.logits_file import read_arrays
     from keepcover.tasks import Classification

@@ -23,11 +23,10 @@ from keepcover.cli.console import (
     err,
     print_json,
 )
-from keepcover.errors import InputError, install
+from keepcover.errors import InputError
 
 if TYPE_CHECKING:
     from keepcover.explore.answers import Explorer
-    from keepcover.explore.subject import Subject
 
 
 @app.command()
@@ -78,40 +77,42 @@ def explore(
     A model of yours: `keepcover explore --model ... --data ... --sigma 0.25`; for a slow one, offer fewer `--draws` and
     `--calibration` points. A saved predictor is shown at its own levels. `--json` prints the address as JSON once it answers.
     """
-    try:
-        import fastapi  # noqa: F401
-        import PIL  # noqa: F401
-        import python_multipart  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise InputError(f"the explorer needs {error.name}: {install('explore')}") from None
+    from keepcover.web import require
+
+    require("the explorer", "explore")
     import torch
 
     from keepcover.explore.answers import Explorer
     from keepcover.explore.lineup import ALPHAS, DRAWS, Lineup, radii
     from keepcover.explore.server import run
+    from keepcover.explore.subject import digits_subject, own_subject, saved_subject
+    from keepcover.specs import MODELS, load_data, load_model, load_predictor, take_part
 
     start = time.monotonic()
     if saved is not None and any(given is not None for given in (sigma, alpha, draws, epsilon)):
         raise InputError("a saved predictor has its own sigma, alphas, epsilons and draws; leave those options out")
-    if saved is None and model is None:
+    if saved is None and model is None and data is None:
+        if any(given is not None for given in (weights, sigma, data_dir, part, calibration, gallery)):
+            raise InputError(
+                "expected --model and --data with those options; without arguments the digits demo is shown"
+            )
         torch.set_num_threads(1)  # tensors this small cost more to share among threads than to compute
-    subject = _subject(
-        saved,
-        model,
-        data,
-        sigma,
-        weights,
-        model_output,
-        data_dir,
-        part,
-        score,
-        calibration,
-        gallery,
-        device,
-        seed,
-        fingerprint,
-    )
+        subject = digits_subject(seed, _say)
+    elif model is None or data is None:
+        raise InputError("expected both --model and --data; without arguments the digits demo is shown")
+    elif model in MODELS and weights is None:
+        raise InputError(f"{model} needs --weights FILE: a network that was not trained has nothing to show")
+    elif saved is not None:
+        points = take_part(load_data(data, data_dir), part)
+        predictor = load_predictor(saved, model, weights, device, model_output, fingerprint=fingerprint)
+        subject = saved_subject(predictor, points, calibration=calibration, gallery=gallery, seed=seed)
+    elif sigma is None or not sigma > 0:
+        raise InputError("expected --sigma above 0, the noise that the model was trained for")
+    else:
+        points = take_part(load_data(data, data_dir), part)
+        network = load_model(model, weights, len(points.class_names), device, model_output)
+        sizes = {"calibration": calibration, "gallery": gallery}
+        subject = own_subject(network, points, sigma, score=score, device=device, seed=seed, **sizes)
     explorer = Explorer(
         Lineup(
             subject,
@@ -137,49 +138,6 @@ def explore(
 
 def _say(text: str) -> None:
     err.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _subject(
-    saved: Path | None,
-    model: str | None,
-    data: str | None,
-    sigma: float | None,
-    weights: str | None,
-    output: str,
-    data_dir: Path | None,
-    part: str | None,
-    score: str,
-    calibration: int | None,
-    gallery: int | None,
-    device: str | None,
-    seed: int,
-    fingerprint: str | None,
-) -> Subject:
-    """What the arguments name: the demo, a model with data, or a saved predictor with both."""
-    from keepcover.explore.subject import digits_subject, own_subject, saved_subject
-    from keepcover.specs import MODELS, load_data, load_model, load_predictor, take_part
-
-    if saved is None and model is None and data is None:
-        if any(given is not None for given in (weights, sigma, data_dir, part, calibration, gallery)):
-            raise InputError(
-                "expected --model and --data with those options; without arguments the digits demo is shown"
-            )
-        return digits_subject(seed, _say)
-    if model is None or data is None:
-        raise InputError("expected both --model and --data; without arguments the digits demo is shown")
-    if model in MODELS and weights is None:
-        raise InputError(f"{model} needs --weights FILE: a network that was not trained has nothing to show")
-    if saved is None and (sigma is None or not sigma > 0):
-        raise InputError("expected --sigma above 0, the noise that the model was trained for")
-    points = take_part(load_data(data, data_dir), part)
-    if saved is not None:
-        predictor = load_predictor(saved, model, weights, device, output, fingerprint=fingerprint)
-        return saved_subject(predictor, points, calibration=calibration, gallery=gallery, seed=seed)
-    assert sigma is not None
-    network = load_model(model, weights, len(points.class_names), device, output)
-    return own_subject(
-        network, points, sigma, score=score, calibration=calibration, gallery=gallery, device=device, seed=seed
-    )
 
 
 def _prepare(explorer: Explorer) -> None:

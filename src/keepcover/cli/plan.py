@@ -19,7 +19,7 @@ def plan(
     sigma: ui.MaybeSigma = None,
     noise: ui.NoiseSpec = None,
     norm: ui.NormName = None,
-    shape: Annotated[str | None, typer.Option(help="Shape of an input, for norms that need it: `3x32x32`.")] = None,
+    shape: ui.InputShape = None,
     alpha: ui.Alpha = 0.1,
     draws: Annotated[int, typer.Option(help="Model evaluations per query.")] = 16,
     calibration_draws: Annotated[int, typer.Option(help="Model evaluations per calibration point, paid once.")] = 64,

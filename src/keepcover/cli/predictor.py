@@ -17,7 +17,6 @@ from keepcover.methods import METHODS, get_method
 Saved = Annotated[Path, typer.Argument(help="What `keepcover calibrate` wrote.")]
 LevelAlpha = Annotated[float | None, typer.Option(help="One of the predictor's alphas; its first by default.")]
 LevelEpsilon = Annotated[float | None, typer.Option(help="One of the predictor's epsilons; its first by default.")]
-BatchSize = Annotated[int | None, typer.Option(help="Noisy images per forward pass; chosen by itself by default.")]
 ESTIMATED = 200  # images whose sets give an estimate of the size
 
 
@@ -38,7 +37,7 @@ def calibrate(
     part: ui.Part = None,
     alpha: Annotated[list[float] | None, typer.Option(help="Miscoverage, 0.1 by default; repeat for several.")] = None,
     method: Annotated[str, typer.Option(help=f"`auto` or one of {', '.join(METHODS)}.")] = "auto",
-    score: Annotated[ui.ScoreName, typer.Option(help="Non-conformity score.")] = "hps",
+    score: ui.Score = "hps",
     transform: Annotated[
         Literal["none", "ptt"] | None, typer.Option(help="PTT by default for methods that average scores.")
     ] = None,
@@ -60,13 +59,11 @@ def calibrate(
     ] = None,
     class_names: ui.ClassNames = None,
     fingerprint: ui.Fingerprint = None,
-    batch_size: BatchSize = None,
+    batch_size: ui.BatchSize = None,
     device: ui.Device = None,
-    autocast: Annotated[
-        Literal["bfloat16", "float16"] | None, typer.Option(help="Mixed precision; the predictor remembers it.")
-    ] = None,
-    channels_last: Annotated[bool, typer.Option("--channels-last", help="Memory format of the images.")] = False,
-    compile_: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
+    autocast: ui.Autocast = None,
+    channels_last: ui.ChannelsLast = False,
+    compile: ui.Compile = False,
     seed: ui.Secret = None,
     as_json: ui.Json = False,
 ) -> None:
@@ -105,7 +102,7 @@ def calibrate(
         device=device,
         autocast=getattr(torch, autocast) if autocast else None,
         channels_last=channels_last,
-        compile=compile_,
+        compile=compile,
     )
     predictor = run(
         smoother,
@@ -182,7 +179,7 @@ def predict(
     ] = None,
     fingerprint: ui.Fingerprint = None,
     device: ui.Device = None,
-    batch_size: BatchSize = None,
+    batch_size: ui.BatchSize = None,
     seed: ui.Secret = None,
     as_json: ui.Json = False,
 ) -> None:
@@ -252,7 +249,7 @@ def report(
     figures: ui.Figures = None,
     fingerprint: ui.Fingerprint = None,
     device: ui.Device = None,
-    batch_size: BatchSize = None,
+    batch_size: ui.BatchSize = None,
     seed: ui.Secret = None,
     as_json: ui.Json = False,
 ) -> None:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from keepcover.store import Chunk, LogitStore
     from keepcover.store.cluster import Cluster, ClusterFilled
 
-AutocastName = Literal["float16", "bfloat16"]
 EngineName = Literal["local", "ray"]
 
 
@@ -34,10 +33,10 @@ def smooth(
     images: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
     seed: ui.Seed = 0,
     device: ui.Device = None,
-    autocast: Annotated[AutocastName | None, typer.Option(help="Mixed precision; part of what is certified.")] = None,
-    compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,
-    channels_last: Annotated[bool, typer.Option("--channels-last", help="Memory format of the model's input.")] = False,
-    batch_size: Annotated[int | None, typer.Option(help="Noisy images per forward pass.")] = None,
+    autocast: ui.Autocast = None,
+    compile: ui.Compile = False,
+    channels_last: ui.ChannelsLast = False,
+    batch_size: ui.BatchSize = None,
     chunk_images: Annotated[int | None, typer.Option(help="Images per file, fixed when the store is made.")] = None,
     chunk_draws: Annotated[int | None, typer.Option(help="Draws per file, fixed when the store is made.")] = None,
     resume: Annotated[

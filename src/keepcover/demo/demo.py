@@ -28,17 +28,16 @@ from keepcover.methods import (
     SmoothedCP,
     SplitCP,
 )
-from keepcover.models import SmallCNN
 from keepcover.noise import Stream
 from keepcover.prediction.calibration import calibrate
 from keepcover.prediction.predictor import Predictor
 from keepcover.scores import PTT, Reading
 from keepcover.tasks import Evaluation
-from keepcover.training import fit_under_noise
+from keepcover.training.example import EPOCHS, SIGMA, example_model, example_split
 
-ALPHA, EPSILON, SIGMA = 0.1, 0.5, 0.5
+ALPHA, EPSILON = 0.1, 0.5
 RADII = (0.5, 0.125, 0.25, 0.375)  # the first is the one that is attacked
-ATTACKED, EPOCHS = 250, 60
+ATTACKED = 250
 
 
 @dataclass(frozen=True)
@@ -109,18 +108,6 @@ class DemoResult:
         }
 
 
-def demo_split(seed: int = 0) -> tuple[Labelled, Labelled, Labelled, Labelled]:
-    """The digits as training, holdout, calibration and test points."""
-    train, holdout, calibration, test = digits().split(697, 100, 500, 500, seed=seed)
-    return train, holdout, calibration, test
-
-
-def demo_model(train: Labelled, seed: int = 0, progress: bool = False, epochs: int = EPOCHS) -> nn.Module:
-    """A small CNN trained on them under the demo's noise: seconds on one core."""
-    torch.manual_seed(seed)
-    return fit_under_noise(SmallCNN(), *train.pair, SIGMA, epochs=epochs, seed=seed, progress=progress)
-
-
 def run_demo(
     seed: int = 0,
     say: Callable[[str], None] = print,
@@ -139,9 +126,9 @@ def run_demo(
 
 def _run(seed: int, say: Callable[[str], None], entries: Sequence[Entry], attacked: int, epochs: int) -> DemoResult:
     start = time.monotonic()
-    train, holdout, calibration, test = demo_split(seed)
+    train, holdout, calibration, test = example_split(seed)
     say(f"training a small CNN on {len(train)} digits under noise of sigma {SIGMA:g}")
-    model = demo_model(train, seed, epochs=epochs)
+    model = example_model(train, seed, epochs=epochs)
     smoothers = {sigma: RememberingSmoother(model, sigma) for sigma in (0.0, SIGMA)}
     predictors: dict[str, Predictor] = {}
     clean: dict[str, Evaluation] = {}

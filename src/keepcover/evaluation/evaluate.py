@@ -16,9 +16,9 @@ from torch import Tensor
 from keepcover.errors import InputError
 from keepcover.evaluation.random_splits import Split, random_splits
 from keepcover.evaluation.rows import Observed, Row
-from keepcover.prediction.source import Piece, Source, source_of
 from keepcover.methods import METHODS, Asked, Holdout, Method, Rule, get_method
 from keepcover.noise import Noise, Threat, get_noise
+from keepcover.prediction.source import Piece, Source, source_of
 from keepcover.promises import Promise
 from keepcover.scores import PTT, Draws, Items, Reading, Score
 from keepcover.tasks import Classification, Spread, Task, get_task

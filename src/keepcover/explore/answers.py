@@ -13,8 +13,7 @@ from keepcover.explore.images import amplified, data_uri, read_upload
 from keepcover.explore.lineup import Lineup, sentence
 from keepcover.explore.look import bars, nested, own_sets
 from keepcover.explore.uploads import Images, Shown
-from keepcover.guarantee import ASSUMPTIONS
-from keepcover.serve.problems import invalid
+from keepcover.web.problems import invalid
 
 NO_PROMISE = (
     "No promise for this image: it does not come from where the calibration points come from. The set is what the method "
@@ -55,13 +54,14 @@ class Explorer:
         """Everything that does not change while the page is open."""
         subject, lineup = self.subject, self.lineup
         alpha, draws = lineup.default
+        promises = [lineup.predictor(c.key, alpha, draws).guarantee for c in reversed(lineup.contenders)]
         parts = {"holdout": subject.holdout, "calibration": subject.calibration, "gallery": subject.gallery}
         return {
             "version": keepcover.__version__,
             "name": subject.name,
             "class_names": list(subject.class_names),
             "shape": list(subject.shape),
-            "sigma": subject.sigma,
+            "noise": str(subject.noise),
             "points": {name: 0 if part is None else len(part) for name, part in parts.items()},
             "labels": subject.gallery.labels.tolist(),
             "alphas": list(lineup.alphas),
@@ -71,12 +71,12 @@ class Explorer:
             "methods": [{"key": c.key, "title": c.title, "noisy": c.noisy} for c in lineup.contenders],
             "gradients": subject.gradients,
             "notes": list(lineup.notes),
-            "assumptions": list(ASSUMPTIONS),
+            "assumptions": list(dict.fromkeys(text for promise in promises for text in promise.assumptions)),
         }
 
     def _first_epsilon(self) -> float:
-        """Near half of sigma: large enough to matter, small enough to be useful."""
-        return min(self.lineup.epsilons, key=lambda e: abs(e - self.subject.sigma / 2))
+        """Near a third of the largest: large enough to matter, small enough to be useful."""
+        return min(self.lineup.epsilons, key=lambda e: abs(e - self.lineup.epsilons[-1] / 3))
 
     def sets(self, name: str, alpha: float, draws: int) -> dict[str, Any]:
         """The sets of every method at every epsilon: when each label enters, and the bars that explain it."""
@@ -109,7 +109,7 @@ class Explorer:
         inside = nested(own)[:, 0]
         enters = [int(column.nonzero()[0]) if column.any() else None for column in inside.T]
         explained = bars(predictor, shown.pixels, id, alpha, lineup.epsilons, lineup.stream)
-        promises = [predictor.guarantee_for(alpha, epsilon) for epsilon in lineup.epsilons]
+        promises = [predictor.at(alpha, epsilon).guarantee for epsilon in lineup.epsilons]
         return {
             "certified": promises[0].certified,
             "draws": promises[0].draws,
@@ -118,8 +118,8 @@ class Explorer:
             "own": own[:, 0][:, labels].int().tolist(),
             "support": [[round(float(v), 4) for v in bar.support[labels]] for bar in explained],
             "needed": [round(bar.needed, 4) for bar in explained],
-            "rules": [bar.rule for bar in explained],
-            "full": [bar.full for bar in explained],
+            "rules": [bar.words for bar in explained],
+            "full": [predictor.levels[alpha, epsilon].full for epsilon in lineup.epsilons],
             "promises": [sentence(promise) for promise in promises],
         }
 

@@ -17,13 +17,12 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import keepcover
 from keepcover.errors import InputError
 from keepcover.explore.answers import Explorer
 from keepcover.explore.images import png
-from keepcover.serve.limits import BodyLimit
-from keepcover.serve.problems import STATUS, Problem, invalid
-from keepcover.serve.reading import form_of
+from keepcover.web.bodies import BodyLimit, form_of, media_type
+from keepcover.web.problems import Problem, invalid
+from keepcover.web.server import bare_app
 
 STATIC = Path(__file__).parent / "static"
 MAX_BODY, MAX_BODIES, BODY_TIMEOUT = 2**23, 2**26, 30.0
@@ -82,7 +81,7 @@ class Guard:
         elsewhere |= site not in ("none", "same-origin") and scope["path"] != "/"
         if elsewhere or (self.hosts is not None and _part(f"//{host}", "hostname") not in self.hosts):
             refusal = Problem("bad_request", "requests from pages of other sites are not answered")
-            await JSONResponse(body(refusal), refusal.status)(scope, receive, send)
+            await refusal.response()(scope, receive, send)
             return
 
         async def with_headers(message: Message) -> None:
@@ -101,10 +100,6 @@ def _part(address: str, name: str) -> str | None:
         return None
 
 
-def body(problem: Problem) -> dict[str, Any]:
-    return {"error": {"code": problem.code, "message": problem.message}}
-
-
 def create_app(explorer: Explorer, hosts: tuple[str, ...] | None = LOOPBACK) -> FastAPI:
     """The explorer as an ASGI application.
 
@@ -118,15 +113,7 @@ def create_app(explorer: Explorer, hosts: tuple[str, ...] | None = LOOPBACK) -> 
         yield
         explorer.curves.stop()
 
-    app = FastAPI(
-        title="keepcover explorer",
-        version=keepcover.__version__,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        redirect_slashes=False,
-        lifespan=lifespan,
-    )
+    app = bare_app("keepcover explorer", lifespan)
     app.add_middleware(BodyLimit, max_body=MAX_BODY, max_bodies=MAX_BODIES, timeout=BODY_TIMEOUT)
     app.add_middleware(Guard, hosts=hosts)
     app.add_exception_handler(Problem, _refuse)
@@ -139,19 +126,11 @@ def create_app(explorer: Explorer, hosts: tuple[str, ...] | None = LOOPBACK) -> 
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
-    if isinstance(error, Problem):
-        problem = error
-    elif isinstance(error, HTTPException):
-        code = next((code for code, status in STATUS.items() if status == error.status_code), "bad_request")
-        problem = Problem(code, str(error.detail))
-    else:
-        problem = invalid(str(error))
-    return JSONResponse(body(problem), problem.status, problem.headers)
+    return Problem.of(error).response()
 
 
 async def _fail(_: Request, error: Exception) -> Response:
-    problem = Problem("internal", f"something went wrong here ({type(error).__name__}); the terminal says more")
-    return JSONResponse(body(problem), problem.status)
+    return Problem("internal", f"something went wrong here ({type(error).__name__}); the terminal says more").response()
 
 
 def _pages(app: FastAPI) -> None:
@@ -175,7 +154,7 @@ def _answer(value: Any) -> Response:
 
 
 async def _question(request: Request, model: type[Question]) -> Any:
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    if media_type(request) != "application/json":
         raise Problem("unsupported_media_type", "expected content type application/json")
     asked = await request.body()
     if len(asked) > MAX_QUESTION:
@@ -192,7 +171,7 @@ async def _question(request: Request, model: type[Question]) -> Any:
 def _questions(app: FastAPI, explorer: Explorer) -> None:
     @app.get("/api/subject")
     async def subject() -> Response:
-        return _answer(explorer.describe())
+        return _answer(await run_in_threadpool(explorer.describe))
 
     @app.get("/api/images/{name}.png")
     async def image(name: str) -> Response:
@@ -215,8 +194,7 @@ def _questions(app: FastAPI, explorer: Explorer) -> None:
 
     @app.post("/api/uploads")
     async def upload(request: Request) -> Response:
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "multipart/form-data":
+        if media_type(request) != "multipart/form-data":
             raise Problem("unsupported_media_type", "expected multipart/form-data with the image in the field file")
         async with form_of(request, max_files=1, max_part_size=MAX_BODY) as form:
             file, invert = form.get("file"), form.get("invert")

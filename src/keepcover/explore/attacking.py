@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepcover.attacks.attacks import Loss, NoisyModel, margin_loss, mean_softmax, pgd
+from keepcover.attacks import Margin, NoisyModel, mean_softmax, pgd
 from keepcover.explore.lineup import Lineup
 from keepcover.explore.look import nested, own_sets
-from keepcover.methods.exact import CountRule
-from keepcover.noise.stream import Stream
+from keepcover.noise import Stream
 from keepcover.prediction.predictor import Predictor
 
 STEPS, DRAWS = 20, 32
@@ -25,7 +24,7 @@ TITLES = {
 
 def aims(lineup: Lineup) -> tuple[str, ...]:
     """The attacks that make sense here: the plain model always, the others where there is noise."""
-    return ("plain", "smoothed", "margin") if lineup.subject.sigma else ("plain",)
+    return ("plain", "smoothed", "margin") if lineup.subject.noise.certifies else ("plain",)
 
 
 def craft(
@@ -39,10 +38,9 @@ def craft(
 ) -> Tensor:
     """Attacked images within the L2 radius; ``target`` is the one-level predictor whose margin is attacked."""
     subject, stream = lineup.subject, Stream(lineup.seed + 2, "attack")
-    sigma = 0.0 if aim == "plain" else subject.sigma
-    smoother = lineup.smoother(sigma > 0)
-    noisy = NoisyModel(subject.model, sigma, DRAWS if sigma else 1, stream, smoother.autocast)
-    loss: Loss = mean_softmax if target is None else margin_loss(target, stream)
+    smoother = lineup.smoother(aim != "plain")
+    noisy = NoisyModel(smoother.model, smoother.noise, DRAWS, stream, smoother.autocast)
+    loss = mean_softmax if target is None else Margin(target, stream)
     steps = STEPS if subject.gradients else 5 * STEPS
     with lineup.lock:
         return pgd(
@@ -58,19 +56,6 @@ def craft(
             gradients=subject.gradients,
             progress=False,
         )
-
-
-def last_certified(lineup: Lineup, alpha: float, draws: int, epsilon: float) -> Predictor:
-    """The last method of the lineup (the exact one, or the saved one) at one level alone: what ``margin`` attacks."""
-    whole = lineup.predictor(lineup.contenders[-1].key, alpha, draws)
-    return Predictor(
-        whole.smoother,
-        whole.score,
-        {(alpha, epsilon): whole.levels[alpha, epsilon]},
-        whole.calibration,
-        whole.holdout,
-        whole.classes,
-    )
 
 
 @dataclass(frozen=True)
@@ -99,9 +84,8 @@ def attack_one(
     before = _sets(lineup, image, ids, alpha, draws, epsilon)
     attempts = []
     for aim in aims(lineup):
-        target = last_certified(lineup, alpha, draws, epsilon) if aim == "margin" else None
-        if target is not None and not isinstance(target.levels[alpha, epsilon].rule, CountRule):
-            continue
+        last = lineup.contenders[-1]  # the exact one, or the saved one
+        target = lineup.predictor(last.key, alpha, draws).at(alpha, epsilon) if aim == "margin" else None
         attacked = craft(lineup, aim, image, labels, ids, epsilon, target)
         change = attacked.double() - image.double()
         attempts.append(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,13 +14,14 @@ from keepcover.errors import InputError
 from keepcover.explore.attacking import craft
 from keepcover.explore.lineup import Lineup
 from keepcover.explore.look import nested, own_sets
-from keepcover.tasks.metrics import Proportion
+from keepcover.tasks import Evaluation
+from keepcover.tasks.metrics import measure
 
 ATTACKED, RADII, CHUNK = 200, 4, 16
 
 
 class Stopped(Exception):  # noqa: N818, nothing went wrong
-    """Somebody asked for other curves, or the explorer ends."""
+    """The page asked for other curves, or the explorer ends."""
 
 
 @dataclass
@@ -133,8 +133,7 @@ def compute(
     What is known is in ``job.so_far`` at once: methods one by one, then the attacked radii.
     """
     gallery, every = lineup.subject.gallery, len(lineup.contenders)
-    some = torch.arange(images)
-    kinds = ("plain", "smoothed") if lineup.subject.sigma else ("plain",)
+    kinds = ("plain", "smoothed") if lineup.subject.noise.certifies else ("plain",)
     job.total = every * (len(gallery) + len(radii) * len(kinds) * images) + len(radii) * len(kinds) * images
     rows: dict[str, dict[str, Any]] = {}
 
@@ -159,7 +158,12 @@ def compute(
     for contender in lineup.contenders:
         job.stage = f"{contender.title} on {len(gallery)} clean images"
         sets = masks(contender.key, gallery.images, lineup.epsilons[-1])
-        rows[contender.key] = {"size": _sizes(sets), "clean": _coverage(sets, gallery.labels), "attacked": []}
+        measured = [measure(mask, gallery.labels) for mask in sets]
+        rows[contender.key] = {
+            "size": [_size(one) for one in measured],
+            "clean": [one.coverage.__dict__ for one in measured],
+            "attacked": [],
+        }
         publish()
     for radius in radii:
         found: dict[str, list[dict[str, Any]]] = {key: [] for key in rows}
@@ -168,25 +172,13 @@ def compute(
             pixels = attacked(kind, radius, job)
             for contender in lineup.contenders:
                 job.stage = f"{contender.title} on images attacked within L2 {radius:g}"
-                sets = masks(contender.key, pixels, radius)[-1:]
-                covered = _coverage(sets, gallery.labels[some])[0]
-                found[contender.key].append({"radius": radius, "aim": kind, **covered})
+                covered = measure(masks(contender.key, pixels, radius)[-1], gallery.labels[:images]).coverage
+                found[contender.key].append({"radius": radius, "aim": kind, **covered.__dict__})
         for key, attempts in found.items():
             rows[key]["attacked"].append(min(attempts, key=lambda one: one["mean"]))  # the worse of the attacks
         publish()
 
 
-def _sizes(sets: Tensor) -> list[dict[str, float]]:
-    """Mean size per epsilon with a 95 % interval of the mean over images (normal)."""
-    found = []
-    for sizes in sets.sum(dim=2).double():
-        reach = 1.96 * float(sizes.std()) / math.sqrt(len(sizes)) if len(sizes) > 1 else 0.0
-        mean = float(sizes.mean())
-        found.append({"mean": mean, "low": max(mean - reach, 0.0), "high": mean + reach})
-    return found
-
-
-def _coverage(sets: Tensor, labels: Tensor) -> list[dict[str, Any]]:
-    """Coverage per epsilon with its 95 % Clopper-Pearson interval."""
-    hits = sets.gather(2, labels[None, :, None].expand(len(sets), -1, 1))[..., 0].sum(dim=1)
-    return [Proportion.of(int(hit), len(labels)).__dict__ for hit in hits]
+def _size(measured: Evaluation) -> dict[str, float]:
+    low, high = measured.size_interval
+    return {"mean": measured.size, "low": low, "high": high}

@@ -10,8 +10,8 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from keepcover.serve.images import PASSES, opened
-from keepcover.serve.problems import invalid
+from keepcover.web.images import PASSES, opened
+from keepcover.web.problems import invalid
 
 MAX_PIXELS = 2**24
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}

@@ -5,19 +5,20 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from keepcover.engine.memory import RememberingSmoother
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.explore.subject import Subject
 from keepcover.guarantee import Guarantee
-from keepcover.noise.stream import Stream
+from keepcover.methods import Auto, Method, RSCPPlus, SplitCP
+from keepcover.noise import Gaussian, Noise, Stream
 from keepcover.prediction.calibration import calibrate
 from keepcover.prediction.predictor import Predictor
 
 ALPHAS, DRAWS = (0.05, 0.1, 0.2), (1, 4, 16, 64, 256)
-STEPS, REACH = 15, 1.5  # radii from 0 to 1.5 sigma
+STEPS = 15  # of the slider
 MEMORY = 2**28  # bytes of noisy logits kept
 
 
@@ -27,13 +28,13 @@ class Contender:
 
     key: str
     title: str
-    method: str | None
+    method: Method | None
     noisy: bool = True
 
 
-VANILLA = Contender("vanilla", "Vanilla CP", "cp", noisy=False)
-RSCP_PLUS = Contender("rscp", "RSCP+ with PTT", "rscp_plus_hoeffding")
-EXACT = Contender("exact", "Exact certificate", "auto")
+VANILLA = Contender("vanilla", "Vanilla CP", SplitCP(), noisy=False)
+RSCP_PLUS = Contender("rscp", "RSCP+ with PTT", RSCPPlus("hoeffding"))
+EXACT = Contender("exact", "Exact certificate", Auto())
 
 
 def radii(largest: float, steps: int = STEPS) -> tuple[float, ...]:
@@ -50,15 +51,13 @@ def radii(largest: float, steps: int = STEPS) -> tuple[float, ...]:
 
 def sentence(guarantee: Guarantee) -> str:
     """What one method promises, in words for people."""
-    share = f"{100 * (1 - guarantee.alpha):.6g} %"
+    share, promise = f"{100 * (1 - guarantee.alpha):.6g} %", guarantee.promise
+    start = f"{promise.confidence}contains the true label with probability at least {share}"
+    start = start[0].upper() + start[1:]
     if not guarantee.certified:
-        return f"Contains the true label with probability at least {share} if nobody has touched the image. No promise under attack."
-    reach = (
-        f"for any perturbation up to L2 {guarantee.epsilon:g}"
-        if guarantee.epsilon
-        else "of an image nobody has touched"
-    )
-    return f"Contains the true label with probability at least {share} {reach}."
+        return f"{start} if the image is untouched{promise.sentence}. No promise under attack."
+    reach = f"for any perturbation up to {guarantee.threat.reach}" if guarantee.epsilon else "of an untouched image"
+    return f"{start} {reach}{promise.sentence}."
 
 
 class Lineup:
@@ -67,7 +66,7 @@ class Lineup:
     Args:
         subject: what is explored.
         alphas, draws: what people may choose among.
-        epsilons: the stops of the slider; sixteen from 0 to 1.5 sigma by default.
+        epsilons: the stops of the slider; sixteen from 0 to the subject's reach by default.
         seed: of calibration and of the noise on show.
 
     A saved predictor brings its own alphas, epsilons and draws.
@@ -87,8 +86,9 @@ class Lineup:
         self.lock = threading.Lock()  # around the model
         self.progress: dict[str, Any] = {}  # what is being calibrated, for those who wait
         self.watch: Callable[[], None] | None = None  # called when that changes
-        self._clean = self._smoother(0.0)
-        self._noisy = self._smoother(subject.sigma)
+        self._clean = self._smoother(Gaussian(0.0))
+        self._noisy = self._smoother(subject.noise)
+        self._saved: Predictor | None = None
         self._made: dict[tuple[str, float, int], Predictor] = {}
         self._notes: list[str] = list(subject.notes)
         self._making = threading.Lock()
@@ -97,21 +97,22 @@ class Lineup:
         else:
             self.contenders = (VANILLA, RSCP_PLUS, EXACT)
             self.alphas, self.draws = tuple(sorted(set(alphas))), tuple(sorted(set(draws)))
-            self.epsilons = radii(REACH * subject.sigma) if epsilons is None else tuple(sorted(set(epsilons)))
+            self.epsilons = radii(subject.reach) if epsilons is None else tuple(sorted(set(epsilons)))
         if not self.alphas or not self.draws or self.draws[0] < 1:
             raise InputError(f"expected alphas, and draws of at least 1, got {alphas} and {draws}")
 
-    def _smoother(self, sigma: float) -> RememberingSmoother:
-        look = self._advance if sigma else None
+    def _smoother(self, noise: Noise) -> RememberingSmoother:
+        look, own = self._advance if noise.certifies else None, self.subject.smoother
+        options = {name: getattr(own, name) for name in ("device", "autocast", "channels_last", "compile")}
         return RememberingSmoother(
-            self.subject.model, sigma, lock=self.lock, memory=MEMORY, look=look, progress=False, **self.subject.options
+            own.model, noise, lock=self.lock, memory=MEMORY, look=look, progress=False, **options
         )
 
     def _around(
         self, saved: Predictor
     ) -> tuple[tuple[Contender, ...], tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
         """Contenders, alphas, epsilons and draws where a saved predictor sets them."""
-        saved.smoother = self._noisy if saved.smoother.sigma else self._clean
+        self._saved = replace(saved, smoother=self._noisy if saved.noise.certifies else self._clean)
         alphas = tuple(sorted({alpha for alpha, _ in saved.levels}))
         every = {epsilon for _, epsilon in saved.levels}
         epsilons = tuple(sorted(e for e in every if all((alpha, e) in saved.levels for alpha in alphas)))
@@ -139,8 +140,8 @@ class Lineup:
         """A calibrated method; the first call for it may take a while."""
         contender = self.contender(key)
         if contender.method is None:
-            assert self.subject.saved is not None
-            return self.subject.saved
+            assert self._saved is not None
+            return self._saved
         place = (key, alpha, draws if contender.noisy else 1)
         if place not in self._made:
             with self._making:
@@ -154,7 +155,7 @@ class Lineup:
         assert subject.calibration is not None
         assert subject.holdout is not None
         points = len(subject.calibration) + len(subject.holdout)
-        per_point = max(64, draws) if contender.method == "auto" else draws
+        per_point = contender.method.usual_calibration_draws(draws)
         what = f"calibrating {contender.title}, alpha {alpha:g}" + (f", {draws} draws" if contender.noisy else "")
         self.progress = {"what": what, "done": 0, "total": points * per_point if contender.noisy else points}
         with warnings.catch_warnings(record=True) as told:  # only calibration does this, one at a time
@@ -166,10 +167,9 @@ class Lineup:
                     alpha=alpha,
                     epsilon=self.epsilons,
                     method=contender.method,
+                    task=subject.task,
                     draws=draws if contender.noisy else 1,
-                    holdout=subject.holdout.pair if contender.noisy else None,
-                    score=subject.score,
-                    class_names=subject.class_names,
+                    holdout=subject.holdout.pair if contender.method.needs_holdout else None,
                     seed=self.seed + 1,
                 )
             finally:
@@ -180,7 +180,7 @@ class Lineup:
         """Keep what calibration warned of, but for full sets, which show on the page."""
         for warning in told:
             text = str(warning.message)
-            if issubclass(warning.category, KeepcoverWarning) and "full label set" not in text:
+            if issubclass(warning.category, KeepcoverWarning) and "can only return everything" not in text:
                 self._notes.append(f"{text[:1].upper()}{text[1:]}.")
 
     def _advance(self, rows: int) -> None:

@@ -13,7 +13,7 @@ import uvicorn
 from keepcover.errors import InputError
 from keepcover.explore.answers import Explorer
 from keepcover.explore.app import LOOPBACK, create_app, log
-from keepcover.serve.server import BACKLOG, Announcing, Protocol, bind
+from keepcover.web.server import BACKLOG, Announcing, Protocol, bind
 
 
 def run(
@@ -30,7 +30,7 @@ def run(
         local = ipaddress.ip_address(bound).is_loopback
         name = f"[{bound}]" if ":" in bound else bound
         if not local:
-            log.warning("open to the network on %s: whoever reaches this port can use the model", name)
+            log.warning("open to the network on %s: every machine that reaches this port can use the model", name)
         address = f"http://{'127.0.0.1' if bound == '0.0.0.0' else name}:{number}/"
         app = create_app(explorer, LOOPBACK if local else None)
         config = uvicorn.Config(
@@ -55,11 +55,11 @@ def _warm(explorer: Explorer, server: uvicorn.Server) -> None:
     for alpha in sorted(lineup.alphas, key=lambda a: a != usual):
         for draws in lineup.draws:
             for contender in lineup.contenders:
-                while explorer.curves.busy and not server.should_exit:  # somebody waits for those
+                while explorer.curves.busy and not server.should_exit:  # the page waits for those
                     time.sleep(0.5)
                 if server.should_exit:
                     return
                 try:
                     lineup.predictor(contender.key, alpha, draws)
                 except InputError:
-                    return  # the page will say it to whoever asks
+                    return  # the page will say it when it asks

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
-from keepcover.attacks.attacks import NoisyModel, pgd
+from keepcover.attacks import NoisyModel, pgd
 from keepcover.data import Labelled
-from keepcover.demo.demo import SIGMA, demo_model, demo_split
 from keepcover.engine.smoother import Classifier, Smoother
 from keepcover.errors import InputError
-from keepcover.noise.stream import Stream
+from keepcover.noise import Noise, Stream
 from keepcover.prediction.predictor import Predictor
-from keepcover.scores.scores import Score
+from keepcover.tasks import Classification, Task
 from keepcover.tasks.metrics import check_labels
+from keepcover.training.example import SIGMA, example_model, example_split
 
 LEAST = 100  # images for a holdout, calibration points and a gallery
 CALIBRATION, GALLERY = 2000, 500  # at most, unless asked for
+REACH = 1.5  # sigmas: the largest epsilon of the slider
 
 
 @dataclass(frozen=True)
@@ -28,29 +28,32 @@ class Subject:
 
     Attributes:
         name: what the page calls it.
-        model, sigma: the classifier and the noise it was trained for.
+        smoother: the classifier under the noise it was trained for.
         gallery: the images on show, used for nothing else; ``class_names`` has one name per output of the model.
         holdout, calibration: None where a saved predictor stands alone.
         saved: a predictor that was calibrated elsewhere.
-        score: of every method that is calibrated here.
+        task: of every method that is calibrated here.
+        reach: the largest epsilon on show; a saved predictor brings its own.
         gradients: whether the model can be differentiated; attacks search by queries alone where it cannot.
         cheap: whether calibrating everything in advance costs nothing worth asking for.
-        options: of the smoother: device and numerics.
         notes: what people should know about how it came about.
     """
 
     name: str
-    model: Classifier
-    sigma: float
+    smoother: Smoother
     gallery: Labelled
     holdout: Labelled | None = None
     calibration: Labelled | None = None
     saved: Predictor | None = None
-    score: str | Score = "hps"
+    task: Task = field(default_factory=Classification)
+    reach: float = 1.0
     gradients: bool = True
     cheap: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def noise(self) -> Noise:
+        return self.smoother.noise
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -71,11 +74,12 @@ class Subject:
 
 def digits_subject(seed: int = 0, say: Callable[[str], None] = print) -> Subject:
     """The demo: a small CNN, trained here and now on part of the digits."""
-    train, holdout, calibration, gallery = demo_split(seed)
+    train, holdout, calibration, gallery = example_split(seed)
     say(f"training a small CNN on {len(train)} digits under noise of sigma {SIGMA:g}")
-    model = demo_model(train, seed, progress=True)
+    model = example_model(train, seed, progress=True)
     note = f"A small CNN, trained at start on {len(train)} of scikit-learn's digits under noise of sigma {SIGMA:g}."
-    return Subject("handwritten digits", model, SIGMA, gallery, holdout, calibration, cheap=True, notes=(note,))
+    parts = (gallery, holdout, calibration)
+    return Subject("handwritten digits", Smoother(model, SIGMA), *parts, reach=REACH * SIGMA, cheap=True, notes=(note,))
 
 
 def own_subject(
@@ -96,10 +100,9 @@ def own_subject(
             f"expected at least {LEAST} labelled images, for a holdout, calibration points and a gallery, got {len(data)}"
         )
     held, points, shown = parts
-    shown, gradients = _fit_to(model, shown, sigma, {"device": device})
-    return Subject(
-        data.name, model, sigma, shown, held, points, score=score, gradients=gradients, options={"device": device}
-    )
+    smoother, task = Smoother(model, sigma, device=device), Classification(score)
+    shown, gradients = _fit_to(smoother, shown)
+    return Subject(data.name, smoother, shown, held, points, task=task, reach=REACH * sigma, gradients=gradients)
 
 
 def saved_subject(
@@ -109,24 +112,18 @@ def saved_subject(
 
     Vanilla CP and RSCP+ are calibrated beside it on part of the data where there are enough of them.
     """
-    smoother = predictor.smoother
-    options = {
-        "device": smoother.device,
-        "autocast": smoother.autocast,
-        "channels_last": smoother.channels_last,
-        "compile": smoother.compile,
-    }
+    smoother, noise = predictor.running, predictor.noise
     least_alpha = min(alpha for alpha, _ in predictor.levels)
     notes = ["The predictor was calibrated elsewhere; the images here must not have been among its calibration points."]
     parts = _split(data, calibration, gallery, seed)
-    if parts is not None and (smoother.sigma == 0 or len(parts[1]) * (least_alpha - 0.002) < 1):
+    if parts is not None and (not noise.certifies or len(parts[1]) * (least_alpha - 0.002) < 1):
         parts = None
     if parts is None:
         (shown,) = data.split(-1, seed=seed)
         shown, held, points = shown[: gallery or GALLERY], None, None
         notes.append(
-            "It stands alone: its sigma is 0, so there is no noise for the others to use."
-            if smoother.sigma == 0
+            "It stands alone: it adds no noise for the others to use."
+            if not noise.certifies
             else f"It stands alone: {len(data)} images are too few to calibrate vanilla CP and RSCP+ beside it."
         )
     else:
@@ -134,22 +131,11 @@ def saved_subject(
         notes.append(f"Vanilla CP and RSCP+ were calibrated beside it on {len(points)} of the images given here.")
     if predictor.class_names is not None:
         shown = Labelled(shown.name, shown.images, shown.labels, predictor.class_names)
-    shown, gradients = _fit_to(smoother.model, shown, smoother.sigma, options)
+    shown, gradients = _fit_to(smoother, shown)
     if len(shown.class_names) != predictor.classes:
         raise InputError(f"the predictor has {predictor.classes} classes, the model {len(shown.class_names)}")
-    return Subject(
-        data.name,
-        smoother.model,
-        smoother.sigma,
-        shown,
-        held,
-        points,
-        saved=predictor,
-        score=predictor.score,
-        gradients=gradients,
-        options=options,
-        notes=tuple(notes),
-    )
+    own = {"saved": predictor, "task": predictor.task, "notes": tuple(notes)}
+    return Subject(data.name, smoother, shown, held, points, gradients=gradients, **own)
 
 
 def _split(
@@ -170,17 +156,16 @@ def _split(
     return holdout, points, rest[: gallery or GALLERY]
 
 
-def _fit_to(model: Classifier, shown: Labelled, sigma: float, options: dict[str, Any]) -> tuple[Labelled, bool]:
+def _fit_to(smoother: Smoother, shown: Labelled) -> tuple[Labelled, bool]:
     """The gallery with a name for every output of the model, and whether gradients pass through it."""
     if shown.images.shape[1] not in (1, 3, 4):
         raise InputError(f"expected images of 1, 3 or 4 channels, got {shown.images.shape[1]}; others cannot be shown")
-    if isinstance(model, nn.Module):
-        model.eval()
-    smoother = Smoother(model, sigma, progress=False, **options)
+    if isinstance(smoother.model, nn.Module):
+        smoother.model.eval()
     outputs = smoother.logits(shown.images[:1], 1, Stream(0, "test")).shape[2]
     check_labels(shown.labels, len(shown), outputs)
     names = tuple(shown.class_names[k] if k < len(shown.class_names) else f"class {k}" for k in range(outputs))
-    noisy = NoisyModel(model, 0.0, 1, Stream(0, "attack"))
+    noisy = NoisyModel(smoother.model, 0.0, 1, Stream(0, "attack"))
     try:
         pgd(noisy, shown.images[:1], shown.labels[:1], 0.1, steps=1, device=smoother.device, progress=False)
         gradients = True

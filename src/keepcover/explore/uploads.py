@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from keepcover.data import Labelled
-from keepcover.serve.problems import Problem
+from keepcover.web.problems import Problem
 
 KEPT = 64
 

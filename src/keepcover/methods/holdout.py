@@ -66,8 +66,9 @@ class Holdout:
 
     @property
     def reference(self) -> Tensor:
-        """Scores of the truth, one draw each: what PTT is fitted on."""
-        return self.items().draws.values[:, 0]
+        """Scores of the truth, one draw each, of points whose truth a set can hold: what PTT is fitted on."""
+        first = self.items().draws.values[:, 0]
+        return first[first < torch.inf] if self.task.open_labels else first
 
     def steps(self, ptt: PTT, alpha: float) -> Steps:
         """PTT fitted here, one value for all methods that ask for the same."""

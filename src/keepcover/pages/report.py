@@ -42,6 +42,11 @@ class Table:
         cells = tuple(tuple(Cell(one) if isinstance(one, str) else one for one in row) for row in self.rows)
         object.__setattr__(self, "rows", cells)
 
+    @property
+    def texts(self) -> list[list[str]]:
+        """The rows as plain text."""
+        return [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in self.rows]
+
 
 @dataclass(frozen=True)
 class Figure:

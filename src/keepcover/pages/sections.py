@@ -205,25 +205,22 @@ def attack_figures(rows: Sequence[dict[str, Any]], alpha: float, within: str) ->
     ]
 
 
+def audit_table(audit: Audit) -> Table:
+    """Every attack on every predictor: observation, p-value and verdict."""
+    rows = []
+    for row in audit.rows:
+        seen = [row.attack, f"{row.radius:g}", interval(row.coverage), f"{row.size:.2f}", f"{row.p_value:.2g}"]
+        rows.append([row.name, _verdict(row.verdict), *seen])
+    return Table(["predictor", "verdict", "attack", "radius", "coverage", "size", "p-value"], rows)
+
+
 def audit_section(audit: Audit) -> Section:
-    """Every attack on every predictor: promise, observation, p-value and verdict."""
-    rows = [
-        [
-            row.name,
-            _verdict(row.verdict),
-            row.attack,
-            f"{row.radius:g}",
-            interval(row.coverage),
-            f"{row.size:.2f}",
-            f"{row.p_value:.2g}",
-        ]
-        for row in audit.rows
-    ]
+    """What was promised and what was observed."""
     return Section(
         "The audit: what was promised, what was observed",
         "Every predictor met the same images, clean and attacked. The attacker knows the model, the noise level and the "
         "thresholds, but not the noise that the defender draws.",
-        Table(["predictor", "verdict", "attack", "radius", "coverage", "size", "p-value"], rows),
+        audit_table(audit),
         note="The p-value is the probability of covering this few images or fewer if the promise held, by the law that "
         "includes the luck of the calibration draw; below 0.001 a promise counts as violated.",
     )

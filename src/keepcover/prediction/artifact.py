@@ -237,18 +237,21 @@ def restore(path: str | Path, score: Any = None) -> Predictor:
         values, held = tensors["calibration"], tensors.get("reference")
         if values.ndim != 2 or not values.is_floating_point() or values.isnan().any():
             raise InputError("expected calibration scores [items, draws] without NaN; save the predictor again")
-        if held is not None:
-            _agree("holdout_size", manifest["holdout_size"], len(held))
-            if (held.diff() < 0).any():
-                raise InputError("its holdout scores are not sorted; save the predictor again")
+        if held is not None and (held.diff() < 0).any():
+            raise InputError("its holdout scores are not sorted; save the predictor again")
         config = manifest["task"]
         task = TASKS[config["name"]].from_config(config, score)
         if is_dataclass(task):
             _typed(task)
         task.check_probe(tensors["probe_scores"])
         items, numerics = _items(manifest, values, tensors.get("weight")), numeric_options(manifest["numerics"])
+        size = manifest["holdout_size"]
+        if held is not None:  # points whose truth no set can hold have no score there
+            _agree("holdout_size", size, max(size, len(held)) if task.open_labels else len(held))
         model, inputs = manifest["model"], manifest["inputs"]
         _agree("numerics", bool(numerics), model is not None)
+        if model is None and (inputs is not None or "probe_outputs" in tensors):
+            raise InputError("it knows inputs of its model, and no model; save the predictor again")
         seen = None if inputs is None else InputRange.from_dict(inputs)
         if seen is not None and not -math.inf < seen.low <= seen.high < math.inf:
             raise InputError(f"expected inputs in a finite range, got {seen}; save the predictor again")

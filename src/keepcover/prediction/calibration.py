@@ -286,8 +286,9 @@ def _smoothers(model: Any, sigma: float | None, noise: Noise | str | None) -> li
 
 def _shape(data: Any) -> tuple[int, ...] | None:
     """The shape of one input, where it is known before reading."""
-    first = data[0] if isinstance(data, tuple) and len(data) == 2 else data
-    return tuple(first.shape[1:]) if hasattr(first, "shape") and len(getattr(first, "shape", ())) > 1 else None
+    first: Any = data[0] if isinstance(data, tuple) and len(data) == 2 else data
+    shape = tuple(getattr(first, "shape", ()))
+    return shape[1:] if len(shape) > 1 else None
 
 
 # -- from data to noisy scores -----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,28 +18,31 @@ from torch import Tensor
 
 import keepcover
 from keepcover.errors import InputError
-from keepcover.guarantee import Guarantee
 from keepcover.prediction.predictor import Level, Predictor
 from keepcover.serve.batching import Batcher
-from keepcover.serve.images import FORMATS, takes_files
-from keepcover.serve.limits import Bearer, BodyLimit, RepeatLimit
+from keepcover.serve.images import takes_files
+from keepcover.serve.limits import Bearer, RepeatLimit
 from keepcover.serve.logs import log
 from keepcover.serve.metrics import CONTENT_TYPE, Metrics
 from keepcover.serve.observing import Observe
-from keepcover.serve.problems import STATUS, Problem
 from keepcover.serve.reading import Query, Reader
 from keepcover.serve.schemas import PER_QUERY, Answer, Description, Refusal, State
-from keepcover.serve.settings import Settings
+from keepcover.tasks import PredictionSets
+from keepcover.web.bodies import BodyLimit
+from keepcover.web.images import FORMATS
+from keepcover.web.problems import STATUS, Problem
+from keepcover.web.server import bare_app
+from keepcover.web.settings import Settings
 
 ABOUT = f"Prediction sets that keep their coverage under attack. {PER_QUERY}"
 
 
 def image_shape(predictor: Predictor, settings: Settings) -> tuple[int, ...]:
     """The shape of one image: what the predictor was calibrated on, or what the operator says where it does not know."""
-    known, given = predictor.image_shape, settings.image_shape
+    seen, given = predictor.inputs, settings.shape
+    known = None if seen is None else seen.shape
     if known is not None and given is not None and known != given:
         raise InputError(f"the predictor was calibrated on images of shape {known}, not {given}; leave the shape out")
-    seen = predictor.inputs
     if seen is not None and (seen.low < 0 or seen.high > 1):
         raise InputError(
             f"the service takes values in [0, 1], this predictor was calibrated on [{seen.low:.3g}, {seen.high:.3g}]; scale the "
@@ -62,13 +66,14 @@ def warm_up(predictor: Predictor, shape: tuple[int, ...]) -> None:
 class Service:
     """What the routes share: predictor, queue, limits, counts."""
 
-    def __init__(self, predictor: Predictor, settings: Settings, metrics_folder: str | None = None) -> None:
+    def __init__(self, predictor: Predictor, settings: Settings) -> None:
         self.predictor, self.settings = predictor, settings
+        predictor.running.progress = False  # without a model there is nothing to serve, and this says so
         self.shape = image_shape(predictor, settings)
         self.reader = Reader(predictor, self.shape, settings)
-        self.metrics = Metrics(predictor.classes, metrics_folder)
+        self.metrics = Metrics(predictor.classes)
         self.batcher = Batcher(
-            self._masks,
+            self._sets,
             max_batch=settings.max_batch,
             max_wait=settings.batch_wait,
             max_queue=settings.max_queue,
@@ -77,11 +82,10 @@ class Service:
         self.bearer = None if settings.token is None else Bearer(settings.token)
         limit = settings.repeat_limit
         self.repeats = None if limit is None else RepeatLimit(limit, settings.repeat_window, settings.repeat_entries)
-        self.names = predictor.class_names or tuple(str(k) for k in range(predictor.classes))
 
-    def _masks(self, images: Tensor, level: Level) -> Tensor:
+    def _sets(self, images: Tensor, level: Level) -> PredictionSets:
         # No seed and no ids: a fresh key from the operating system for this call, and positions as ids.
-        return self.predictor.predict(images, alpha=level[0], epsilon=level[1]).mask
+        return self.predictor.predict(images, alpha=level[0], epsilon=level[1])
 
     async def answer(self, request: Request) -> dict[str, Any]:
         """One clock for everything after the body: parsing, decoding, waiting, the model."""
@@ -103,22 +107,23 @@ class Service:
         if self.repeats is not None:
             self.repeats.count(request.client.host if request.client else "", query.images)
         job = self.batcher.accept(query.images, query.level)
-        self.metrics.add("accepted_total")
-        self.metrics.queue(self.batcher.waiting)
+        self.metrics.accepted.inc()
+        self.metrics.queue.set(self.batcher.waiting)
         try:
-            masks = await self.batcher.answer(job)
+            sets = await self.batcher.answer(job)
         finally:
-            self.metrics.queue(self.batcher.waiting)
-        self.metrics.add("answered_total")
-        sets = [self._set([k for k, kept in enumerate(row) if kept]) for row in masks.tolist()]
+            self.metrics.queue.set(self.batcher.waiting)
+        self.metrics.answered.inc()
         promise = self.reader.promises[query.level]
-        self.metrics.sets([one["size"] for one in sets], promise.draws)
-        return {"request_id": request.state.request_id, **_promise(promise), "sets": sets}
-
-    def _set(self, indices: list[int]) -> dict[str, Any]:
-        labels = [self.names[k] for k in indices]
-        size = len(indices)
-        return {"labels": labels, "indices": indices, "size": size, "trivial": size == self.predictor.classes}
+        self.metrics.sets(sets.size.tolist(), promise.draws)
+        return {
+            "request_id": request.state.request_id,
+            "guarantee": str(promise),
+            "alpha": promise.alpha,
+            "epsilon": promise.epsilon,
+            "certified": promise.certified,
+            "sets": rows(sets),
+        }
 
     def describe(self) -> dict[str, Any]:
         predictor, names = self.predictor, self.predictor.class_names
@@ -132,7 +137,7 @@ class Service:
             "pixel_range": [0.0, 1.0],
             "image_files": [name.lower() for name in FORMATS] if takes_files(self.shape) else [],
             "draws": predictor.draws,
-            "model_fingerprint": predictor.model_fingerprint,
+            "model_fingerprint": None if predictor.identity is None else predictor.identity.fingerprint,
             "limits": self.settings.limits(),
         }
 
@@ -153,28 +158,27 @@ class Service:
         return status, word, detail
 
 
-def _promise(promise: Guarantee) -> dict[str, Any]:
-    return {
-        "guarantee": str(promise),
-        "alpha": promise.alpha,
-        "epsilon": promise.epsilon,
-        "certified": promise.certified,
-    }
+def rows(sets: PredictionSets) -> list[dict[str, Any]]:
+    """The sets as they are sent: labels as text, and their indices beside them."""
+    numbers = replace(sets, class_names=None).labels()
+    return [
+        {**row, "labels": [str(label) for label in row["labels"]], "indices": indices}
+        for row, indices in zip(sets.rows(), numbers, strict=True)
+    ]
 
 
-def create_app(predictor: Predictor, settings: Settings | None = None, metrics_folder: str | None = None) -> FastAPI:
+def create_app(predictor: Predictor, settings: Settings | None = None) -> FastAPI:
     """The service as an ASGI application, for uvicorn, Ray Serve or to mount in another application.
 
     Args:
         predictor: calibrated, or loaded from its file; its model is called from one thread only.
         settings: limits and policies.
-        metrics_folder: where worker processes that share a port meet to add up their metrics.
 
     Where it is mounted, the outer application should run ``app.router.lifespan_context(app)`` in its own lifespan:
     that warms the model up and, on shutdown, answers what was accepted. Without it the first request starts the queue.
     """
     settings = settings or Settings()
-    service = Service(predictor, settings, metrics_folder)
+    service = Service(predictor, settings)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -186,16 +190,7 @@ def create_app(predictor: Predictor, settings: Settings | None = None, metrics_f
         counts = {name: service.metrics.own(f"{name}_total") for name in ("accepted", "answered")}
         log.log(logging.INFO if free else logging.ERROR, "drained" if free else "model hangs", extra={"fields": counts})
 
-    app = FastAPI(
-        title="keepcover",
-        version=keepcover.__version__,
-        description=ABOUT,
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,  # the pages load scripts from elsewhere; the schema is below
-        redirect_slashes=False,
-    )
+    app = bare_app("keepcover", lifespan, description=ABOUT)
     app.state.service = service
     # Added last is outermost.
     app.add_middleware(
@@ -209,14 +204,9 @@ def create_app(predictor: Predictor, settings: Settings | None = None, metrics_f
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    if isinstance(error, Problem):
-        problem = error
-    else:
-        assert isinstance(error, HTTPException)
-        code = next((code for code, status in STATUS.items() if status == error.status_code), "bad_request")
-        problem = Problem(code, error.detail, headers=dict(error.headers or {}))
+    problem = Problem.of(error)
     request.state.code = problem.code
-    return JSONResponse(problem.body(request.state.request_id), problem.status, problem.headers)
+    return problem.response(request_id=request.state.request_id)
 
 
 def _refusals(*codes: str) -> dict[int | str, dict[str, Any]]:

@@ -13,14 +13,16 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from keepcover.prediction.predictor import Level
-from keepcover.serve.problems import Problem
+from keepcover.web.problems import Problem
 
-Predict = Callable[[Tensor, Level], Tensor]  # images [n, ...] and a level -> mask [n, K]
+Predict = Callable[[Tensor, Level], Any]  # images [n, ...] and a level -> n sets, which can be sliced
 
 
 @dataclass(eq=False)
@@ -29,7 +31,7 @@ class Job:
 
     images: Tensor
     level: Level
-    answer: asyncio.Future[Tensor]
+    answer: asyncio.Future[Any]
 
 
 class Batcher:
@@ -81,7 +83,7 @@ class Batcher:
     async def close(self, timeout: float) -> bool:
         """Take no more, answer what was taken, and stop; whether the model's thread is free by then.
 
-        A call that nobody waits for any more is given a second.
+        A call whose clients have all gone is given a second.
         """
         self.stopping = True
         self._wake.set()
@@ -115,12 +117,12 @@ class Batcher:
         self._wake.set()
         return job
 
-    async def answer(self, job: Job) -> Tensor:
-        """The masks [n, K] of an accepted job; cancelled, the job gives its place in the queue back."""
+    async def answer(self, job: Job) -> Any:
+        """The sets of an accepted job; cancelled, the job gives its place in the queue back."""
         try:
             return await job.answer
         finally:
-            if job in self._jobs:  # nobody waits for it any more
+            if job in self._jobs:  # its client has gone
                 self._jobs.remove(job)
                 self.waiting -= len(job.images)
 
@@ -139,10 +141,10 @@ class Batcher:
                 for job, result in zip(batch, results, strict=True):
                     if job.answer.done():  # timed out or gone
                         continue
-                    if isinstance(result, Tensor):
-                        job.answer.set_result(result)
-                    else:
+                    if isinstance(result, Exception):
                         job.answer.set_exception(result)
+                    else:
+                        job.answer.set_result(result)
                 if self._observe is not None:
                     self._observe(images, seconds)
         finally:
@@ -174,20 +176,21 @@ class Batcher:
         self.waiting -= taken
         return batch
 
-    def _run(self, batch: list[Job]) -> list[Tensor | Exception]:
+    def _run(self, batch: list[Job]) -> list[Any]:
         """On the model's thread: one call per level; where a call fails, each of its jobs alone."""
-        results: dict[int, Tensor | Exception] = {}
+        results: dict[int, Any] = {}
         for level in dict.fromkeys(job.level for job in batch):
             members = [at for at, job in enumerate(batch) if job.level == level]
             try:
-                masks = self._predict(torch.cat([batch[at].images for at in members]), level)
-                results.update(zip(members, masks.split([len(batch[at].images) for at in members]), strict=True))
+                sets = self._predict(torch.cat([batch[at].images for at in members]), level)
+                ends = accumulate((len(batch[at].images) for at in members), initial=0)
+                results.update(zip(members, (sets[a:b] for a, b in pairwise(ends)), strict=True))
             except Exception as error:
                 for at in members:
                     results[at] = error if len(members) == 1 else self._alone(batch[at])
         return [results[at] for at in range(len(batch))]
 
-    def _alone(self, job: Job) -> Tensor | Exception:
+    def _alone(self, job: Job) -> Any:
         try:
             return self._predict(job.images, job.level)
         except Exception as error:

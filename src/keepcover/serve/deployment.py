@@ -7,13 +7,11 @@ from pathlib import Path
 
 import torch
 from fastapi import FastAPI
-from torch import nn
 
-from keepcover.prediction.artifact import load, read
 from keepcover.prediction.predictor import Predictor
 from keepcover.serve.app import create_app
-from keepcover.serve.settings import Settings
-from keepcover.specs import load_model
+from keepcover.specs import load_predictor
+from keepcover.web.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,6 @@ class Deployment:
         output: what an ONNX file returns, ``logits`` or ``probabilities``.
         threads: CPU threads of torch in each process.
         settings: limits and policies.
-        metrics_folder: where workers add up their metrics; chosen by the server when there are several.
     """
 
     predictor: Path
@@ -40,18 +37,15 @@ class Deployment:
     output: str = "logits"
     threads: int | None = None
     settings: Settings = field(default_factory=Settings)
-    metrics_folder: str | None = None
 
     def load(self) -> Predictor:
         """Read the file and put the model under it."""
-        manifest, _ = read(self.predictor)
-        model = load_model(self.model, self.weights, manifest["classes"], self.device, self.output)
-        if isinstance(model, nn.Module):
-            model.eval()
-        return load(self.predictor, model, fingerprint=self.fingerprint, device=self.device, progress=False)
+        return load_predictor(
+            self.predictor, self.model, self.weights, self.device, self.output, fingerprint=self.fingerprint
+        )
 
     def build(self) -> FastAPI:
         """Load the model in this process and build the application around it."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        return create_app(self.load(), self.settings, self.metrics_folder)
+        return create_app(self.load(), self.settings)

@@ -1,4 +1,4 @@
-"""Limits on what clients may do: bytes, seconds, a token, repetitions. All of them bounded in memory."""
+"""Limits on what clients may do: headers, work, a token, repetitions. All of them bounded in memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 from torch import Tensor
 
-from keepcover.serve.problems import Problem
-from keepcover.serve.settings import KIB
+from keepcover.web.problems import Problem
+from keepcover.web.server import plain_address
+from keepcover.web.settings import KIB
 
 HEAD = 16 * KIB
 THREADS = min(4, os.cpu_count() or 1)
@@ -32,63 +33,6 @@ def check_head(scope: Scope) -> None:
     size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])  # ": " and the end of the line
     if size > HEAD:
         raise Problem("headers_too_large", f"the address and the headers exceed {HEAD} bytes")
-
-
-class BodyLimit:
-    """ASGI middleware: counts bytes as they arrive, of one body and of all of them, and watches the clock.
-
-    Refusals are raised where the application reads the body, so they are answered like any other.
-    """
-
-    def __init__(self, app: ASGIApp, *, max_body: int, max_bodies: int, timeout: float) -> None:
-        self.app, self.max_body, self.max_bodies, self.timeout = app, max_body, max_bodies, timeout
-        self.held = 0  # bytes of every request that is not answered yet
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        body = _Body(self, scope, receive)
-        try:
-            await self.app(scope, body.receive, send)
-        finally:
-            self.held -= body.size
-
-
-class _Body:
-    """One request's body, as it is read."""
-
-    def __init__(self, limit: BodyLimit, scope: Scope, receive: Receive) -> None:
-        self.limit, self._receive, self.size, self.complete = limit, receive, 0, False
-        declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
-        self.declared = int(declared) if declared.isdigit() and len(declared) < 19 else 0
-        self.deadline: float | None = None
-
-    async def receive(self) -> Message:
-        if self.complete:  # what is left to hear is that the client hung up
-            return await self._receive()
-        self._refuse_beyond(self.declared)
-        loop = asyncio.get_running_loop()
-        self.deadline = self.deadline or loop.time() + self.limit.timeout
-        try:
-            async with asyncio.timeout_at(self.deadline):
-                message = await self._receive()
-        except TimeoutError:
-            raise Problem("slow_body", f"the body did not arrive within {self.limit.timeout:g} s") from None
-        size = len(message.get("body", b""))
-        self.size += size
-        self.limit.held += size
-        self.complete = not message.get("more_body", False)
-        self._refuse_beyond(self.size)
-        if self.limit.held > self.limit.max_bodies:
-            raise Problem("overloaded", "too many bytes are being received; try again later", retry_after=1.0)
-        return message
-
-    def _refuse_beyond(self, size: int) -> None:
-        if size > self.limit.max_body:
-            raise Problem(
-                "body_too_large", f"the body exceeds {self.limit.max_body} bytes; send fewer images per request"
-            )
 
 
 class ReadingPool:
@@ -134,7 +78,7 @@ class Bearer:
         >>> bearer.check("Bearer correct horse battery")
         >>> bearer.check("Bearer correct horse batterz")
         Traceback (most recent call last):
-        keepcover.serve.problems.Problem: expected the header Authorization: Bearer TOKEN with this service's token
+        keepcover.web.problems.Problem: expected the header Authorization: Bearer TOKEN with this service's token
     """
 
     def __init__(self, token: str) -> None:
@@ -154,7 +98,7 @@ class Bearer:
 class RepeatLimit:
     """At most ``limit`` answers to one image for one client within ``window`` seconds.
 
-    The guarantee is per query: whoever asks about one image until a label is missing will see that sooner or later.
+    The guarantee is per query: a client that asks about one image until a label is missing sees that sooner or later.
     This makes it later. Images are remembered as keyed hashes; the key is drawn here and never leaves the process.
     """
 
@@ -206,17 +150,3 @@ def _network(client: str) -> str:
     except ValueError:
         return client
     return client if address.version == 4 else str(ipaddress.ip_network((int(address), 64), strict=False))
-
-
-def plain_address(host: str) -> str:
-    """An IPv4 client of a socket that listens on IPv6 as what it is.
-
-    Example:
-        >>> plain_address("::ffff:192.0.2.1"), plain_address("2001:db8::1"), plain_address("a socket")
-        ('192.0.2.1', '2001:db8::1', 'a socket')
-    """
-    try:
-        mapped = getattr(ipaddress.ip_address(host), "ipv4_mapped", None)
-    except ValueError:
-        return host
-    return host if mapped is None else str(mapped)

@@ -8,13 +8,12 @@ import time
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keepcover.serve.limits import check_head
 from keepcover.serve.logs import log
 from keepcover.serve.metrics import Metrics
-from keepcover.serve.problems import Problem
+from keepcover.web.problems import Problem
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -45,7 +44,7 @@ class Observe:
 
         async def refuse(problem: Problem) -> None:
             state["code"] = problem.code
-            await JSONResponse(problem.body(state["request_id"]), problem.status)(scope, receive, watched)
+            await problem.response(request_id=state["request_id"])(scope, receive, watched)
 
         try:
             check_head(scope)

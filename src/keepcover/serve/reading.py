@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,16 +11,18 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 from starlette.datastructures import FormData, UploadFile
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from torch import Tensor
 
+from keepcover.errors import InputError
 from keepcover.prediction.predictor import Level, Predictor
-from keepcover.serve.images import FORMATS, PASSES, decode, takes_files
+from keepcover.serve.images import decode, takes_files
 from keepcover.serve.limits import ReadingPool
-from keepcover.serve.problems import Problem, invalid
 from keepcover.serve.schemas import SEED, check_structure, explain, request_model
-from keepcover.serve.settings import KIB, Settings
+from keepcover.web.bodies import form_of, media_type
+from keepcover.web.images import FORMATS, PASSES
+from keepcover.web.problems import Problem, invalid
+from keepcover.web.settings import KIB, Settings
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Reader:
     """Reads requests for one predictor: bodies as they arrive, what they say on threads of its own."""
 
     def __init__(self, predictor: Predictor, shape: tuple[int, ...], settings: Settings) -> None:
-        self.shape, self.settings = shape, settings
+        self.predictor, self.shape, self.settings = predictor, shape, settings
         alphas, epsilons = (list(dict.fromkeys(values)) for values in zip(*predictor.levels, strict=True))
-        self.promises = {level: predictor.guarantee_for(*level) for level in predictor.levels}
+        self.promises = {level: predictor.at(*level).guarantee for level in predictor.levels}
         self.model = request_model(shape, settings.max_images, alphas, epsilons)
         self.pool = ReadingPool(settings.max_queue)
 
@@ -46,7 +47,7 @@ class Reader:
         """Wait for the whole body; what is returned understands it, at a cost, and is for :attr:`pool`."""
         if request.query_params:
             raise invalid(f"expected no query parameters, got {', '.join(sorted(request.query_params))[:80]}; {SEED}")
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        kind = media_type(request)
         if kind == "application/json":
             return partial(self._json, await request.body())
         if kind == "multipart/form-data" and takes_files(self.shape):
@@ -59,12 +60,10 @@ class Reader:
         )
 
     def _level(self, alpha: float | None, epsilon: float | None) -> Level:
-        first = next(iter(self.promises))
-        level = (first[0] if alpha is None else alpha, first[1] if epsilon is None else epsilon)
-        if level not in self.promises:
-            known = ", ".join(f"(alpha {a:g}, epsilon {e:g})" for a, e in self.promises)
-            raise invalid(f"this predictor was calibrated for {known}; got alpha {level[0]:g}, epsilon {level[1]:g}")
-        return level
+        try:
+            return next(iter(self.predictor.at(alpha, epsilon).levels))
+        except InputError as error:
+            raise invalid(str(error)) from None
 
     def _json(self, body: bytes) -> Query:
         check_structure(body, self.shape, self.settings.max_images)
@@ -122,21 +121,6 @@ class Reader:
             }
             content["multipart/form-data"] = {"schema": form, "encoding": {"images": {"contentType": kinds}}}
         return {"required": True, "content": content}
-
-
-@asynccontextmanager
-async def form_of(request: Request, max_files: int, max_part_size: int) -> AsyncIterator[FormData]:
-    """The multipart form of a request, or a refusal (400) of whatever its parser raises at it."""
-    try:
-        form = await request.form(max_files=max_files, max_fields=2, max_part_size=max_part_size)
-    except HTTPException as error:  # Starlette's parser
-        raise Problem("bad_request", f"expected multipart/form-data: {error.detail}") from None
-    except ValueError:  # charsets that are codecs but not for text, like punycode
-        raise Problem("bad_request", "expected multipart/form-data in UTF-8; name no other charset") from None
-    try:
-        yield form
-    finally:
-        await form.close()
 
 
 def _number(form: FormData, name: str) -> float | None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema, create_model
 from pydantic_core import ErrorDetails
 
-from keepcover.serve.problems import STATUS, Problem, invalid
+from keepcover.web.problems import STATUS, Problem, invalid
+from keepcover.web.settings import Settings, offered
 
 PER_QUERY = (
     "The promise holds for each query separately, over the randomness of calibration, query and noise. It is not a promise "
     "per class, not for several alpha or epsilon at once or one picked after seeing sets, and not for the best of many "
-    "repeated queries about one image: every answer draws fresh noise, so whoever asks often enough sees a set miss."
+    "repeated queries about one image: every answer draws fresh noise, so a client that asks often enough sees a set miss."
 )
 SEED = "noise is drawn fresh from the operating system for every answer and cannot be set"
 
@@ -44,18 +45,10 @@ class Answer(BaseModel):
     sets: list[Set]
 
 
-class Limits(BaseModel):
-    """What one client may ask."""
-
-    max_images: int = Field(description="Images per request.")
-    max_batch: int = Field(description="Images per call of the model, over several requests.")
-    max_queue: int = Field(description="Images that may wait; beyond it 503 with Retry-After.")
-    max_body: int = Field(description="Bytes per request body.")
-    body_timeout: float = Field(description="Seconds to send a body.")
-    answer_timeout: float = Field(description="Seconds from the arrival of the body to the answer.")
-    resize: str = Field(description="What happens to image files of another size.")
-    repeat_limit: int | None = Field(description="Answers to the same image per client and window; null for no limit.")
-    repeat_window: float | None = Field(description="Seconds.")
+_told: dict[str, Any] = {
+    name: (get_type_hints(Settings)[name], Field(description=offered()[name][2])) for name in Settings().limits()
+}
+Limits = create_model("Limits", __doc__="What one client may ask.", **_told)
 
 
 class Description(BaseModel):
@@ -71,7 +64,7 @@ class Description(BaseModel):
     image_files: list[str] = Field(description="Formats that multipart requests may carry.")
     draws: int = Field(description="Model evaluations per image.")
     model_fingerprint: str | None
-    limits: Limits
+    limits: Limits  # pyright: ignore[reportInvalidTypeForm]
 
 
 class State(BaseModel):
@@ -131,7 +124,7 @@ def check_structure(body: bytes, shape: tuple[int, ...], max_images: int) -> Non
         >>> check_structure(b'{"images": [[[[0, 0.5]]]]}', (1, 1, 2), 4)
         >>> check_structure(b'{"images": [[[[0, 0.5]]]], "draws": 9}', (1, 1, 2), 4)
         Traceback (most recent call last):
-        keepcover.serve.problems.Problem: unknown field 'draws'; the fields are images, alpha and epsilon
+        keepcover.web.problems.Problem: unknown field 'draws'; the fields are images, alpha and epsilon
     """
     seen: set[str] = set()
     for found in _NAME.finditer(body):

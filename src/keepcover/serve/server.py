@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import ipaddress
 import logging.config
@@ -17,72 +16,17 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from prometheus_client.multiprocess import mark_process_dead
 
 from keepcover.errors import InputError
 from keepcover.serve import logs
 from keepcover.serve.app import warm_up
 from keepcover.serve.deployment import Deployment
-from keepcover.serve.limits import HEAD, plain_address
+from keepcover.serve.limits import HEAD
 from keepcover.serve.logs import log
+from keepcover.serve.metrics import FOLDER
 from keepcover.serve.workers import STARTUP_FAILURE, end_with_parent, supervise
-
-BACKLOG = 128
-full = logging.getLogger("keepcover.serve.connections")
-
-
-def most_connections() -> int:
-    """What the limit on open files leaves: the event loop may hold a backlog accepted and another one not yet closed."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 512
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 1024 if files == resource.RLIM_INFINITY else max(16, min(1024, files - 2 * BACKLOG - 64))
-
-
-class Protocol(H11Protocol):
-    """uvicorn's HTTP protocol, which hangs up on clients that neither ask nor leave.
-
-    Between requests uvicorn waits for ever for the rest of a half-sent header, and for a client to take its answer, and
-    takes connections until the process has no files left. Here a connection beyond the most there may be costs the one
-    that has been idle for longest, those first that never asked anything.
-    h11 rather than httptools, because it bounds the size of headers.
-    """
-
-    most = most_connections()
-
-    idle = 20.0  # seconds between looks; a connection with no request in progress at two looks is closed
-    longest = 600.0  # seconds one request may be in progress, whatever it waits for
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if self.client is not None:
-            self.client = (plain_address(self.client[0]), self.client[1])
-        self._last, self._since = self.cycle, self.loop.time()
-        self._watch = self.loop.call_later(self.idle, self._look)
-        if len(self.connections) > self.most:
-            waiting: Any = (one for one in self.connections if not one._asking)  # type: ignore[union-attr]
-            oldest = min(waiting, key=lambda one: (one.cycle is not None, one._since))
-            self.connections.discard(oldest)
-            oldest.transport.abort()
-            full.warning("more than %d connections: the longest idle are closed", self.most)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._watch.cancel()
-        super().connection_lost(exc)
-
-    @property
-    def _asking(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _look(self) -> None:
-        if self.cycle is not self._last:
-            self._last, self._since = self.cycle, self.loop.time()
-        elif not self._asking or self.loop.time() - self._since > self.longest:
-            self.transport.abort()
-            return
-        self._watch = self.loop.call_later(self.idle, self._look)
+from keepcover.web.server import BACKLOG, Announcing, Protocol, bind
 
 
 def run(
@@ -100,7 +44,7 @@ def run(
         deployment: what to serve.
         host, port: where; port 0 takes a free one and logs it.
         workers: processes that share the port, each with its own model and queue.
-        trusted_proxies: addresses and networks whose ``X-Forwarded-For`` is believed, comma separated; nobody's by
+        trusted_proxies: addresses and networks whose ``X-Forwarded-For`` is believed, comma separated; none by
             default. The client is the last address in it that is not one of these.
         log_level: debug, info, warning or error.
     """
@@ -133,13 +77,16 @@ def run(
             return _serve(app, listener, options)
         _announce(listener, deployment, workers)
         with tempfile.TemporaryDirectory(prefix="keepcover-") as folder:  # the parent never loads the model
-            shared = dataclasses.replace(deployment, metrics_folder=folder)
+            os.environ[FOLDER] = folder
             patience = 2 * deployment.settings.shutdown_timeout + 5
-            return supervise(_worker, (shared, listener, options), workers, patience)
+            try:
+                return supervise(_worker, (deployment, listener, options), workers, patience, mark_process_dead)
+            finally:
+                del os.environ[FOLDER]
 
 
 def _proxies(given: str | None) -> str | None:
-    """Refuse what uvicorn would take as everybody, or as the name of nobody."""
+    """Refuse what uvicorn would take as every address, or as a name that no client has."""
     for part in (given or "127.0.0.1").split(","):
         try:
             everybody = ipaddress.ip_network(part.strip()).prefixlen == 0
@@ -151,18 +98,6 @@ def _proxies(given: str | None) -> str | None:
                 "everybody is trusted, a client can pretend to be any other"
             )
     return given
-
-
-class Announcing(uvicorn.Server):
-    """Tells when it answers, not before."""
-
-    def __init__(self, config: uvicorn.Config, announce: Callable[[], object]) -> None:
-        super().__init__(config)
-        self.announce = announce
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.announce()
 
 
 def _serve(
@@ -201,18 +136,3 @@ def _announce(listener: socket.socket, deployment: Deployment, workers: int) -> 
         log.info("serving", extra={"fields": fields})
     else:
         log.warning("serving, open to the network without a token", extra={"fields": fields})
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Bound, not yet listening: connections are refused until the model is ready."""
-    # The protocol is named because asyncio turns Nagle's algorithm off only where it is; 40 ms per answer otherwise.
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise InputError(f"cannot listen on {host} port {port} ({error}); choose another --host or --port") from None
-    listener.set_inheritable(True)
-    return listener

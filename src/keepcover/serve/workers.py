@@ -1,4 +1,8 @@
-"""Several processes on one port: start them, replace one that dies, end them gently."""
+"""Several processes on one port: start them, replace one that dies, end them gently.
+
+uvicorn's own supervisor replaces for ever what crashes at every start, waits for ever for a worker that hangs at its end, and
+its workers outlive a parent that is killed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,13 @@ STARTUP_FAILURE = 3  # uvicorn's exit code for it: what failed at the first star
 ATTEMPTS = 3
 
 
-def supervise(target: Callable[..., None], arguments: tuple[Any, ...], workers: int, patience: float) -> int:
+def supervise(
+    target: Callable[..., None],
+    arguments: tuple[Any, ...],
+    workers: int,
+    patience: float,
+    ended: Callable[[int], object] = lambda _: None,
+) -> int:
     """Run ``target`` in so many processes until SIGTERM or SIGINT, then end them and return the exit code.
 
     A worker that ends is replaced. When the first fails to start, or when several in a row end before one is ready, what
@@ -28,6 +38,7 @@ def supervise(target: Callable[..., None], arguments: tuple[Any, ...], workers: 
         arguments: whatever pickles between parent and child, sockets included.
         workers: how many.
         patience: seconds between SIGTERM and SIGKILL for the workers.
+        ended: told the id of a worker that has ended.
     """
     context = multiprocessing.get_context("spawn")
     stop = threading.Event()
@@ -43,11 +54,12 @@ def supervise(target: Callable[..., None], arguments: tuple[Any, ...], workers: 
     processes = [begin() for _ in range(workers)]
     failed, served, failures = False, False, 0
     while not stop.is_set():
-        ended = wait([process.sentinel for process in processes], timeout=0.2)
+        gone = wait([process.sentinel for process in processes], timeout=0.2)
         for at, process in enumerate(processes):
-            if process.sentinel not in ended or stop.is_set():
+            if process.sentinel not in gone or stop.is_set():
                 continue
             process.join()
+            ended(process.pid)
             log.error("worker ended", extra={"fields": {"pid": process.pid, "code": process.exitcode}})
             failures += 1
             while reports.poll():

@@ -124,9 +124,9 @@ class Classification(Task):
     def summary(self, prepared: Draws, rule: Rule, v: Tensor) -> Tensor:
         return rule.test_statistic(prepared.first(rule.test_draws), v)
 
-    def fit(self, scores: Tensor) -> Tensor:
-        """How well labels fit, in [0, 1], from the order of their scores: what people are shown."""
-        return self._score.support(scores)
+    def fit(self, scores: Tensor, reading: Reading) -> Tensor:
+        """How well labels fit, in [0, 1], from their scores as rules of this reading see them: what people are shown."""
+        return self._score.support(scores) if reading.order and reading.transform is None else 1 - scores
 
     def inside(self, summary: Tensor, rule: Rule, threshold: Tensor) -> Tensor:
         return summary <= on_device(threshold, summary)

@@ -109,7 +109,7 @@ function controls() {
   choices($("alpha"), "alpha", subject.alphas, page.alpha, String, changed("alpha"));
   choices($("draws"), "draws", subject.draws, page.draws, String, changed("draws"));
   $("control-note").textContent =
-    `σ = ${subject.sigma} is fixed: it is the noise the model was trained for. The promise is for an α and ε you choose beforehand; `
+    `${subject.noise} is fixed: the model was trained for it. The promise is for an α and ε you choose beforehand; `
     + "one picked by looking at this image's sets is not covered.";
   $("controls").hidden = false;
 }
@@ -131,7 +131,7 @@ function standing() {
   const { subject } = page;
   const { points } = subject;
   $("about").textContent = `${subject.name[0].toUpperCase()}${subject.name.slice(1)}: ${plural(subject.class_names.length, "class").replace(/classs$/, "classes")}, `
-    + `images ${subject.shape[2]} × ${subject.shape[1]}, noise σ = ${subject.sigma}`
+    + `images ${subject.shape[2]} × ${subject.shape[1]}, ${subject.noise}`
     + (points.calibration ? `, ${points.holdout} holdout and ${points.calibration} calibration points` : "") + `, ${points.gallery} test images on show`;
   fill($("assumptions"), ...subject.assumptions.map((text) => make("li", {}, text)));
   const own = [

@@ -14,6 +14,7 @@ import os
 import socket
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -96,7 +97,7 @@ def connected(cluster: Cluster) -> Iterator[tuple[Any, bool]]:
     """Ray, connected as this process has it already, or for as long as the context lasts; and whether it is this machine
     alone, to which no other can come."""
     try:
-        import ray  # pyright: ignore[reportMissingImports]
+        ray: Any = import_module("ray")
     except ModuleNotFoundError:
         raise InputError(f"the cluster engine needs Ray: {install('ray')}") from None
     if ray.is_initialized():

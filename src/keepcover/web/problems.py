@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 
 STATUS = {
     "bad_request": 400,
@@ -23,7 +27,7 @@ STATUS = {
 
 
 class Problem(Exception):  # noqa: N818, it is the client's
-    """A request that is not answered with sets.
+    """A request that is not answered.
 
     Example:
         >>> problem = Problem("overloaded", "256 images are waiting", retry_after=0.2)
@@ -40,8 +44,20 @@ class Problem(Exception):  # noqa: N818, it is the client's
         if retry_after is not None:
             self.headers["retry-after"] = str(max(1, math.ceil(retry_after)))
 
-    def body(self, request_id: str) -> dict[str, object]:
-        return {"error": {"code": self.code, "message": self.message}, "request_id": request_id}
+    @classmethod
+    def of(cls, error: Exception) -> Problem:
+        """A problem as it is; a refusal of the web framework's, such as an unknown route; any other as invalid input."""
+        if isinstance(error, Problem):
+            return error
+        if not isinstance(error, HTTPException):
+            return invalid(str(error))
+        code = next((code for code, status in STATUS.items() if status == error.status_code), "bad_request")
+        return cls(code, str(error.detail), headers=dict(error.headers or {}))
+
+    def response(self, **more: Any) -> JSONResponse:
+        """The refusal as it is sent."""
+        error = {"code": self.code, "message": self.message}
+        return JSONResponse({"error": error, **more}, self.status, self.headers)
 
 
 def invalid(message: str) -> Problem:

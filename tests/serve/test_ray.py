@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .serving import make_predictor
+from .serving import ROOT, make_predictor
 
 pytestmark = pytest.mark.ray
 
@@ -21,16 +21,16 @@ import json, os, sys, threading
 from pathlib import Path
 import httpx, ray, torch
 from ray import serve
-import serving
 from keepcover.serve import Deployment, Settings
 from keepcover.serve.replicas import ray_application
+from tests.serve import serving
 
 predictor, port = Path(sys.argv[1]), int(sys.argv[2])
 ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False, address="local",
          runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"], "OMP_NUM_THREADS": "1"}})
 serve.start(http_options={"host": "127.0.0.1", "port": port})
 settings = Settings(max_images=3, token="0123456789abcdef-token")
-deployment = Deployment(predictor, "serving:sharp", settings=settings, threads=1)
+deployment = Deployment(predictor, "tests.serve.serving:sharp", settings=settings, threads=1)
 serve.run(ray_application(deployment, replicas=2, cpus=0.5), name="keepcover", route_prefix="/")
 
 url, headers = f"http://127.0.0.1:{port}", {"authorization": "Bearer 0123456789abcdef-token"}
@@ -71,10 +71,9 @@ def test_two_replicas_answer_alike_and_share_the_work(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    here = Path(__file__).resolve().parent
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{here}{os.pathsep}{here.parent / 'src'}",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}",
         "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
     }

@@ -59,7 +59,7 @@ def move_to(page: Any, step: int) -> None:
 
 
 def choose(page: Any, name: str) -> None:
-    with page.expect_response(lambda response: f"image={name}&" in response.url):
+    with page.expect_response(lambda response: f'"{name}"' in (response.request.post_data or "")):
         page.click(f"[data-image={name}]")
     page.wait_for_function("name => document.getElementById('chosen').src.includes(`/${name}.png`)", arg=name)
 

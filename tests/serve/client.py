@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from fastapi import FastAPI
 from torch import Tensor
@@ -58,12 +59,14 @@ def refused(response: httpx.Response, status: int, code: str, match: str = "") -
 
 
 class Gate:
-    """Holds the model until it is opened."""
+    """Stands before :meth:`Predictor.predict` and holds every call until it is opened."""
 
-    def __init__(self, predictor: Predictor) -> None:
-        self.inner, self.open, self.calls = predictor.predict, threading.Event(), list[int]()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.calls, inner = threading.Event(), list[int](), Predictor.predict
 
-    def __call__(self, images: Tensor, **options: Any) -> Any:
-        self.calls.append(len(images))
-        assert self.open.wait(30)
-        return self.inner(images, **options)
+        def held(predictor: Predictor, images: Tensor, **options: Any) -> Any:
+            self.calls.append(len(images))
+            assert self.open.wait(30)
+            return inner(predictor, images, **options)
+
+        monkeypatch.setattr(Predictor, "predict", held)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import logging.config
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -21,7 +22,7 @@ from keepcover.serve.schemas import Description
 from keepcover.serve.workers import STARTUP_FAILURE, supervise
 
 from . import ending
-from .serve_client import TOKEN
+from .client import TOKEN
 from .serving import CLASSES, make_predictor
 
 patient = settings(deadline=None, derandomize=True, max_examples=60)
@@ -42,24 +43,45 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    yield
-    sys.modules.pop("serving", None)
-
-
-@pytest.mark.usefixtures("on_path")
 def test_the_command_can_check_a_deployment(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        cli.main(["serve", str(saved), "--model", "serving:sharp", "--check", "--max-images", "5", "--shape", "1x4x4"])
+        cli.main(
+            [
+                "serve",
+                str(saved),
+                "--model",
+                "tests.serve.serving:sharp",
+                "--check",
+                "--max-images",
+                "5",
+                "--shape",
+                "1x4x4",
+            ]
+        )
         == 0
     )
     found = Description.model_validate_json(capsys.readouterr().out)
     assert (found.classes, found.limits.max_images) == (CLASSES, 5)
 
 
-@pytest.mark.usefixtures("on_path")
+def test_every_setting_has_an_option_and_an_environment_variable(
+    saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written wins over the environment; the token alone is no option, because others could read it."""
+    (command,) = (command for path, command in cli.every_command() if path == ("serve",))
+    options = {option.name: option for option in command.params}
+    names = {one.name for one in fields(Settings)} - {"token"}
+    assert names <= set(options)
+    assert {options[name].envvar for name in names} == {f"KEEPCOVER_{name.upper()}" for name in names}
+    assert "token" not in options
+    monkeypatch.setenv("KEEPCOVER_MAX_IMAGES", "6")
+    monkeypatch.setenv("KEEPCOVER_MAX_BATCH", "7")
+    asked = ["serve", str(saved), "--model", "tests.serve.serving:sharp", "--check", "--max-batch", "8"]
+    assert cli.main(asked) == 0
+    limits = Description.model_validate_json(capsys.readouterr().out).limits
+    assert (limits.max_images, limits.max_batch) == (6, 8)
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -84,17 +106,16 @@ def test_the_command_refuses_nonsense(
 ) -> None:
     monkeypatch.setattr(logging.config, "dictConfig", lambda config: None)  # this process keeps its own logging
     monkeypatch.setattr(logging, "captureWarnings", lambda capture: None)
-    assert cli.main(["serve", str(saved), "--model", "serving:sharp", *options]) == 2
+    assert cli.main(["serve", str(saved), "--model", "tests.serve.serving:sharp", *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert match in error
 
 
-@pytest.mark.usefixtures("on_path")
 def test_another_model_is_refused_before_the_port_opens(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the model differs from the one calibrated"):
         Deployment(saved, "torch.nn:Identity", fingerprint="another").build()
-    deployment = Deployment(saved, "serving:sharp", settings=Settings(max_images=2))
+    deployment = Deployment(saved, "tests.serve.serving:sharp", settings=Settings(max_images=2))
     assert deployment.build().state.service.predictor.smoother.progress is False
 
 
@@ -116,7 +137,7 @@ def test_an_empty_token_does_not_mean_open(
     monkeypatch.setenv("KEEPCOVER_TOKEN", token)
     (tmp_path / "token").write_text("\n")
     for options in ([], ["--token-file", str(tmp_path / "token")]):
-        assert cli.main(["serve", str(saved), "--model", "serving:sharp", "--check", *options]) == 2
+        assert cli.main(["serve", str(saved), "--model", "tests.serve.serving:sharp", "--check", *options]) == 2
         assert "expected a token of at least 16 ASCII characters" in capsys.readouterr().err
 
 
@@ -137,12 +158,10 @@ def test_workers_that_end_before_they_are_ready_are_not_replaced_for_ever(
     assert "gave up" in caplog.records[-1].getMessage()
 
 
-def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.util
-
+@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "python_multipart", "PIL", "prometheus_client"])
+def test_the_missing_extra_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("keepcover.serve")]:
         monkeypatch.delitem(sys.modules, name)
-    real: Callable[..., Any] = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "fastapi" else real(name, *a))
-    with pytest.raises(InputError, match=r"needs fastapi: pip install '.\[serve\]'"):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(InputError, match=rf"needs {missing}: pip install '.\[serve\]'"):
         importlib.import_module("keepcover.serve")

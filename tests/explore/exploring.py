@@ -13,6 +13,7 @@ import uvicorn
 from torch import nn
 
 from keepcover.data import Labelled
+from keepcover.engine.smoother import Smoother
 from keepcover.explore.answers import Explorer
 from keepcover.explore.app import create_app
 from keepcover.explore.lineup import Lineup
@@ -47,7 +48,7 @@ def toy_model() -> nn.Module:
 
 def toy_subject() -> Subject:
     holdout, calibration, gallery = toy_data().split(60, 250, 150)
-    return Subject("corners", toy_model(), SIGMA, gallery, holdout, calibration)
+    return Subject("corners", Smoother(toy_model(), SIGMA), gallery, holdout, calibration)
 
 
 EPSILONS = (0.0, 0.1, 0.2, 0.3)

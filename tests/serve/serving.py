@@ -1,6 +1,6 @@
 """What the tests of the HTTP service share: models, predictors, image files, a server process and a bare client.
 
-Importable on its own, so that server processes find the models: ``--model serving:sharp``.
+Server processes find the models by name: ``--model tests.serve.serving:sharp``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from keepcover.engine.smoother import Smoother
 from keepcover.prediction.calibration import calibrate
 from keepcover.prediction.predictor import Predictor
 
 SHAPE, CLASSES, NAMES = (1, 4, 4), 4, ["north-west", "north-east", "south-west", "south-east"]
 SECONDS_PER_CALL = 0.02
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Quadrants(nn.Module):
@@ -86,15 +88,14 @@ def make_predictor(model: nn.Module | None = None, **options: Any) -> Predictor:
     images = (bright(labels, 0.5) + 0.05 * torch.rand(300, *SHAPE, generator=generator)).clamp(0, 1)
     request: dict[str, Any] = {
         "epsilon": 0.1,
-        "sigma": 0.1,
         "draws": 2,
         "calibration_draws": 2,
         "method": "exact",
         "class_names": NAMES,
         "seed": 7,
-        "progress": False,
     }
-    return calibrate(sharp() if model is None else model, (images, labels), **(request | options))
+    smoother = Smoother(sharp() if model is None else model, 0.1, progress=False)
+    return calibrate(smoother, (images, labels), **(request | options))
 
 
 class Recorder:
@@ -142,8 +143,7 @@ class Server:
 
 
 def start(predictor: Path, model: str, log: Path, *options: str, workers: int = 1) -> Server:
-    here = Path(__file__).resolve().parent
-    path = os.pathsep.join([str(here), str(here.parent / "src")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
     with log.open("w") as stream:
         process = subprocess.Popen(
             [
@@ -153,7 +153,7 @@ def start(predictor: Path, model: str, log: Path, *options: str, workers: int = 
                 "serve",
                 str(predictor),
                 "--model",
-                f"serving:{model}",
+                f"tests.serve.serving:{model}",
                 "--port",
                 "0",
                 "--workers",

@@ -25,10 +25,10 @@ from keepcover.prediction.predictor import Predictor
 from keepcover.serve import Settings, create_app
 from keepcover.serve.limits import HEAD, THREADS, Bearer, RepeatLimit
 from keepcover.serve.logs import Seldom
-from keepcover.serve.problems import Problem
-from keepcover.serve.server import BACKLOG, Protocol, bind, most_connections
+from keepcover.web.problems import Problem
+from keepcover.web.server import BACKLOG, Protocol, bind, most_connections
 
-from .serve_client import IMAGES, TOKEN, Gate, ask, client, refused
+from .client import IMAGES, TOKEN, Gate, ask, client, refused
 from .serving import SHAPE, file_of, make_predictor
 
 patient = settings(deadline=None, derandomize=True, max_examples=60)
@@ -42,10 +42,7 @@ def predictor() -> Predictor:
 
 @pytest.fixture
 def gated(monkeypatch: pytest.MonkeyPatch) -> tuple[Predictor, Gate]:
-    predictor = make_predictor()
-    gate = Gate(predictor)
-    monkeypatch.setattr(predictor, "predict", gate)
-    return predictor, gate
+    return make_predictor(), Gate(monkeypatch)
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from keepcover.attacks.attacks import NoisyModel, pgd
 from keepcover.attacks.audit import Audit, AuditRow, audit
+from keepcover.attacks.pgd import NoisyModel, pgd
 from keepcover.engine.inputs import check_images
 from keepcover.engine.smoother import Smoother
 from keepcover.noise.stream import Stream, lattice, to_lattice_
@@ -36,11 +36,10 @@ from keepcover.store.cluster.worker import Recipe
 from keepcover.store.filling import Filling
 from keepcover.store.key import data_fingerprint
 from keepcover.training.noise import fit_under_noise
-
-from .serving import make_predictor
-from .test_engines import Ray
-from .test_noise_cpu import angle, squared_radius
-from .test_smoothing import SHAPE, Recorder, nearest, toy
+from tests.noise.test_cpu import angle, squared_radius
+from tests.serve.serving import make_predictor
+from tests.store.test_engines import Ray
+from tests.toys import SHAPE, Recorder, nearest, toy
 
 FALSE_ALARM = 1e-5
 

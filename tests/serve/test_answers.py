@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ from keepcover.serve.metrics import Metrics
 from keepcover.serve.schemas import Answer, Description
 
 from . import serving
-from .serve_client import IMAGES, LABELS, TOKEN, Gate, ask, client, refused
-from .serving import CLASSES, NAMES, SHAPE, Recorder, bright, make_predictor
+from .client import IMAGES, LABELS, TOKEN, Gate, ask, client, refused
+from .serving import CLASSES, NAMES, ROOT, SHAPE, Recorder, bright, make_predictor
 
 patient = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -50,10 +51,7 @@ def predictor() -> Predictor:
 
 @pytest.fixture
 def gated(monkeypatch: pytest.MonkeyPatch) -> tuple[Predictor, Gate]:
-    predictor = make_predictor()
-    gate = Gate(predictor)
-    monkeypatch.setattr(predictor, "predict", gate)
-    return predictor, gate
+    return make_predictor(), Gate(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +79,7 @@ def test_an_answer_is_the_predictors_sets_with_their_promise(predictor: Predicto
 
 
 def test_without_names_labels_are_indices_and_full_sets_are_called_trivial() -> None:
-    with pytest.warns(match="full label set"):
+    with pytest.warns(match="can only return everything"):
         predictor = make_predictor(class_names=None, method="rcp1", epsilon=2.0)
     response = ask(create_app(predictor), "POST", "/v1/predict", json={"images": IMAGES[:1].tolist()})
     assert response.json()["sets"] == [
@@ -94,7 +92,7 @@ def test_every_calibrated_level_is_served(predictor: Predictor, level: tuple[flo
     body = {"images": IMAGES.tolist(), "alpha": level[0], "epsilon": level[1]}
     answer = ask(create_app(predictor), "POST", "/v1/predict", json=body).json()
     assert (answer["alpha"], answer["epsilon"]) == level
-    assert answer["guarantee"] == str(predictor.guarantee_for(*level))
+    assert answer["guarantee"] == str(predictor.at(*level).guarantee)
 
 
 @pytest.mark.parametrize("level", [{"alpha": 0.15}, {"epsilon": 0.0}, {"alpha": 0.1, "epsilon": 9}])
@@ -107,14 +105,15 @@ def test_the_description_says_what_is_promised_and_to_whom(predictor: Predictor)
     response = ask(create_app(predictor, Settings(max_images=3)), "GET", "/v1/predictor")
     found = Description.model_validate_json(response.content, strict=True)
     assert [g["statement"] for g in found.guarantees] == [
-        str(predictor.guarantee_for(*level)) for level in predictor.levels
+        str(predictor.at(*level).guarantee) for level in predictor.levels
     ]
     assert all(g["assumptions"] for g in found.guarantees)
     assert "for each query separately" in found.per_query
     assert "not for the best of many repeated queries" in found.per_query
     assert (found.classes, found.class_names, found.image_shape, found.draws) == (CLASSES, NAMES, [1, 4, 4], 2)
     assert (found.limits.max_images, found.limits.repeat_limit, found.limits.resize) == (3, None, "refuse")
-    assert found.model_fingerprint == predictor.model_fingerprint
+    assert predictor.identity is not None
+    assert found.model_fingerprint == predictor.identity.fingerprint
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -150,13 +149,13 @@ def test_requests_share_calls_and_get_their_own_sets(gated: tuple[Predictor, Gat
 
 def test_levels_in_one_batch_keep_their_own_rules(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, float, float]] = []
-    inner = predictor.predict
+    inner = Predictor.predict
 
-    def spy(images: Tensor, *, alpha: float, epsilon: float) -> Any:
+    def spy(predictor: Predictor, images: Tensor, *, alpha: float, epsilon: float) -> Any:
         calls.append((len(images), alpha, epsilon))
-        return inner(images, alpha=alpha, epsilon=epsilon)
+        return inner(predictor, images, alpha=alpha, epsilon=epsilon)
 
-    monkeypatch.setattr(predictor, "predict", spy)
+    monkeypatch.setattr(Predictor, "predict", spy)
     app = create_app(predictor, Settings(batch_wait=0.2, max_batch=6))
 
     async def crowd() -> list[httpx.Response]:
@@ -271,8 +270,8 @@ def test_the_same_image_twice_gives_independent_sets(monkeypatch: pytest.MonkeyP
 
 ONE_PROCESS = """
 import asyncio, sys, torch, httpx
-import serving
 from keepcover.serve import create_app
+from tests.serve import serving
 recorder = serving.Recorder()
 app = create_app(serving.quiet_load(sys.argv[1], recorder))
 async def main():
@@ -287,8 +286,7 @@ print(torch.cat(recorder.seen).flatten().tolist())
 
 
 def test_two_processes_from_one_file_draw_different_noise(saved: Path) -> None:
-    here = Path(__file__).resolve().parent
-    environment = {"PYTHONPATH": f"{here}:{here.parent / 'src'}", "OMP_NUM_THREADS": "1", "PATH": ""}
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1", "PATH": ""}
     started = [
         subprocess.Popen([sys.executable, "-c", ONE_PROCESS, str(saved)], stdout=subprocess.PIPE, env=environment)
         for _ in range(2)
@@ -331,7 +329,7 @@ def test_nothing_that_leaves_the_process_tells_the_key(
             texts.extend([_whole(await inner.get(path, headers=headers)) for path in paths])
             bodies = ({"images": IMAGES.tolist()}, {"images": []}, {"images": IMAGES.tolist(), "alpha": 3})
             texts.extend([_whole(await inner.post("/v1/predict", json=body, headers=headers)) for body in bodies])
-            monkeypatch.setattr(predictor.smoother, "_forward", lambda images: images.no_such_thing)
+            monkeypatch.setattr(predictor.running, "_forward", lambda images: images.no_such_thing)
             failed = await inner.post("/v1/predict", json={"images": IMAGES.tolist()}, headers=headers)
             assert failed.status_code == 500
             texts.append(_whole(failed))
@@ -355,10 +353,10 @@ def _whole(response: httpx.Response) -> str:
 # -- metrics and logs --------------------------------------------------------------------------------------------------
 
 
-def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+def samples(text: str | bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
+        for family in text_string_to_metric_families(text if isinstance(text, str) else text.decode())
         for sample in family.samples
     }
 
@@ -390,7 +388,7 @@ def test_metrics_are_prometheus_and_add_up(predictor: Predictor) -> None:
     assert 0 < value("request_seconds_sum", route="/v1/predict") < 30
     assert value("draws_total") == 7 * 2
     assert (value("set_size_count"), value("set_size_sum")) == (7, 7)
-    assert (value("set_size_bucket", le="0"), value("set_size_bucket", le="1")) == (0, 7)
+    assert (value("set_size_bucket", le="0.0"), value("set_size_bucket", le="1.0")) == (0, 7)
     assert value("set_size_bucket", le="+Inf") == 7
     assert (value("trivial_sets_total"), value("trivial_share")) == (0, 0)
     assert (value("batch_images_count"), value("batch_images_sum")) == (2, 7)
@@ -401,29 +399,59 @@ def test_buckets_and_shares() -> None:
     metrics = Metrics(classes=100)
     metrics.sets([0, 1, 5, 6, 100, 100], draws=3)
     found = samples(metrics.render())
-    bounds = {dict(labels)["le"]: v for (name, labels), v in found.items() if name == "keepcover_set_size_bucket"}
-    assert bounds == {"0": 1, "1": 2, "2": 2, "3": 2, "5": 3, "10": 4, "20": 4, "50": 4, "100": 6, "+Inf": 6}
+    name = "keepcover_set_size_bucket"
+    bounds = {float(dict(labels)["le"]): v for (own, labels), v in found.items() if own == name}
+    assert bounds == {0: 1, 1: 2, 2: 2, 3: 2, 5: 3, 10: 4, 20: 4, 50: 4, 100: 6, float("inf"): 6}
     assert found["keepcover_trivial_share", frozenset()] == pytest.approx(1 / 3)
     assert found["keepcover_draws_total", frozenset()] == 18
 
 
+WORKER = """
+import os, sys
+from prometheus_client.multiprocess import mark_process_dead
+from keepcover.serve.metrics import Metrics
+metrics = Metrics(10)
+metrics.sets([int(size) for size in sys.argv[2].split(",")], draws=4)
+metrics.queue.set(int(sys.argv[1]))
+print(os.getpid(), metrics.own("draws_total"), flush=True)
+for line in sys.stdin:
+    mark_process_dead(int(line)) if line.strip() else sys.stdout.write(metrics.render().decode() + "END\\n")
+    sys.stdout.flush()
+"""
+
+
 def test_workers_add_up_their_counters_and_the_dead_leave_no_gauges(tmp_path: Path) -> None:
-    one, two = Metrics(10, str(tmp_path)), Metrics(10, str(tmp_path))
-    one.sets([1, 2], draws=4)
-    two.sets([3], draws=4)
-    one.queue(5)
-    two.queue(2)
-    for worker in (one, two):
-        found = samples(worker.render())
-        assert found["keepcover_draws_total", frozenset()] == 12
-        assert found["keepcover_queue_images", frozenset()] == 7
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    for file in tmp_path.glob("*.metrics"):
-        file.rename(tmp_path / f"{ended.pid}-{file.name.split('-')[1]}")
-    found = samples(one.render())
+    source = str(ROOT / "src")
+    environment = {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    one, two = (
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for words in (("5", "1,2"), ("2", "3"))
+    )
+    assert one.stdin is not None
+    assert one.stdout is not None
+    assert two.stdout is not None
+    first, second = one.stdout.readline().split(), two.stdout.readline().split()
+    assert (first[1], second[1]) == ("8", "4")  # its own
+
+    def asked(line: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        one.stdin.write(line)
+        one.stdin.flush()
+        return samples("".join(iter(one.stdout.readline, "END\n")))
+
+    found = asked("\n")
     assert found["keepcover_draws_total", frozenset()] == 12
-    assert found["keepcover_queue_images", frozenset()] == 0
+    assert found["keepcover_queue_images", frozenset()] == 7
+    two.communicate()
+    found = asked(f"{second[0]}\n\n")
+    assert found["keepcover_draws_total", frozenset()] == 12
+    assert found["keepcover_queue_images", frozenset()] == 5
+    one.communicate()
 
 
 def test_logs_are_json_lines_that_tell_requests_apart(predictor: Predictor, caplog: pytest.LogCaptureFixture) -> None:
@@ -542,7 +570,7 @@ def test_the_batcher_outlives_a_call_that_nobody_waits_for() -> None:
         ({"resize": "bicubic"}, "expected resize among refuse, stretch, crop, got 'bicubic'"),
         ({"token": "short"}, "at least 16 ASCII characters without spaces, got 5 characters: openssl"),
         ({"token": "x" * 15 + "é" * 5}, "at least 16 ASCII"),
-        ({"image_shape": (3, 0)}, "expected an image shape of positive sizes"),
+        ({"shape": (3, 0)}, "expected an image shape of positive sizes"),
     ],
 )
 def test_settings_are_checked(change: dict[str, Any], match: str) -> None:
@@ -552,18 +580,13 @@ def test_settings_are_checked(change: dict[str, Any], match: str) -> None:
 
 
 def test_the_shape_of_images_is_known_or_given(predictor: Predictor, saved: Path) -> None:
-    from .test_artifact import rewrite
-
-    assert image_shape(predictor, Settings()) == image_shape(predictor, Settings(image_shape=SHAPE)) == SHAPE
+    assert image_shape(predictor, Settings()) == image_shape(predictor, Settings(shape=SHAPE)) == SHAPE
     with pytest.raises(InputError, match=r"calibrated on images of shape \(1, 4, 4\), not \(3, 4, 4\)"):
-        create_app(predictor, Settings(image_shape=(3, 4, 4)))
-    old = saved.with_name("old.safetensors")
-    old.write_bytes(saved.read_bytes())
-    rewrite(old, lambda manifest: manifest["inputs"].update(shape=None))
-    nameless = serving.quiet_load(old, serving.sharp())
+        create_app(predictor, Settings(shape=(3, 4, 4)))
+    nameless = replace(serving.quiet_load(saved, serving.sharp()), inputs=None)
     with pytest.raises(InputError, match="does not say the shape of its images; give it, for instance 3x32x32"):
         create_app(nameless)
-    assert create_app(nameless, Settings(image_shape=SHAPE)).state.service.shape == SHAPE
+    assert create_app(nameless, Settings(shape=SHAPE)).state.service.shape == SHAPE
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it knows nothing, and is told so
         linear = make_predictor(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, CLASSES)).eval())

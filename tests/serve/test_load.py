@@ -146,7 +146,7 @@ def test_sigterm_under_load_loses_no_accepted_request(
 
 
 def test_a_model_that_hangs_does_not_keep_the_process(saved: Path, tmp_path: Path) -> None:
-    server = start(saved, "trap", tmp_path / "log", "--shutdown-timeout", "2", "--timeout", "60")
+    server = start(saved, "trap", tmp_path / "log", "--shutdown-timeout", "2", "--answer-timeout", "60")
     body = json.dumps({"images": [[[[1.0] * 4] * 4]]}).encode()
     request = urllib.request.Request(
         f"http://127.0.0.1:{server.port}/v1/predict", body, {"content-type": "application/json"}

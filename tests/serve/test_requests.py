@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import zlib
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,14 +21,15 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
 from torch import Tensor
 
-from keepcover.engine.inputs import InputRange
+from keepcover.engine.smoother import Smoother
+from keepcover.prediction.calibration import calibrate
 from keepcover.prediction.predictor import Predictor
 from keepcover.serve import Settings, create_app
 from keepcover.serve.images import decode
-from keepcover.serve.problems import Problem
+from keepcover.web.problems import Problem
 
-from .serve_client import IMAGES, ask, client, refused
-from .serving import file_of, make_predictor
+from .client import IMAGES, ask, client, refused
+from .serving import ROOT, file_of, make_predictor
 
 patient = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -164,14 +164,14 @@ def test_other_routes_and_methods_are_refused_alike(predictor: Predictor, method
 def test_a_failure_of_the_model_is_a_plain_500_and_leaves_its_neighbours_alone(
     predictor: Predictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = predictor.predict
+    inner = Predictor.predict
 
-    def picky(images: Tensor, **options: Any) -> Any:
+    def picky(predictor: Predictor, images: Tensor, **options: Any) -> Any:
         if (images.flatten(1).sum(1) == 0).any():
             raise RuntimeError("secret internals")
-        return inner(images, **options)
+        return inner(predictor, images, **options)
 
-    monkeypatch.setattr(predictor, "predict", picky)
+    monkeypatch.setattr(Predictor, "predict", picky)
     app = create_app(predictor, Settings(batch_wait=0.2, max_batch=7))
 
     async def three() -> list[httpx.Response]:
@@ -204,8 +204,10 @@ def png(width: int, height: int, *chunks: bytes, depth: int = 8, colour: int = 0
 
 def test_files_are_their_pixels_divided_by_255(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
-    inner = predictor.predict
-    monkeypatch.setattr(predictor, "predict", lambda images, **o: (seen.append(images), inner(images, **o))[1])
+    inner = Predictor.predict
+    monkeypatch.setattr(
+        Predictor, "predict", lambda own, images, **o: (seen.append(images), inner(own, images, **o))[1]
+    )
     other = np.flipud(GREY).copy()
     files = [("images", ("a.png", file_of(GREY))), ("images", ("b", file_of(other, optimize=True)))]
     response = ask(create_app(predictor), "POST", "/v1/predict", files=files, data={"alpha": "0.2", "epsilon": "0.05"})
@@ -342,7 +344,7 @@ def test_a_bomb_costs_no_memory() -> None:
     """In a process of its own: the peak of all bombs together stays near where it was."""
     code = (
         "import resource, sys, warnings; from keepcover.serve.images import decode\n"
-        "from keepcover.serve.problems import Problem\n"
+        "from keepcover.web.problems import Problem\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
         "warnings.simplefilter('ignore')\n"
         "contents = [bytes.fromhex(line.strip()) for line in sys.stdin]; before = peak()\n"
@@ -353,7 +355,7 @@ def test_a_bomb_costs_no_memory() -> None:
         "print(peak() - before)\n"
     )
     bombs = [FILES[name][0] for name in ("bomb by header", "large by header", "bomb of text", "bomb of pixels")]
-    source = Path(__file__).resolve().parents[1] / "src"
+    source = ROOT / "src"
     done = subprocess.run(
         [sys.executable, "-c", code],
         input="\n".join(bomb.hex() for bomb in bombs),
@@ -430,9 +432,8 @@ def test_no_charset_of_a_form_is_a_failure(predictor: Predictor, charset: str) -
 def test_shapes_that_no_file_has_take_json_only() -> None:
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6, 3)).eval()
     images = torch.rand(200, 6)
-    predictor = make_predictor()
-    predictor.smoother.model = predictor.smoother._forward = model
-    predictor.inputs, predictor.classes, predictor.class_names = InputRange((6,), 0.0, 1.0), 3, None
+    labels = model(images).argmax(dim=1)
+    predictor = calibrate(Smoother(model, 0.1, progress=False), (images, labels), epsilon=0.05, draws=2)
     app = create_app(predictor)
     assert ask(app, "POST", "/v1/predict", json={"images": images[:2].tolist()}).status_code == 200
     refused(ask(app, "POST", "/v1/predict", files={"images": b"x"}), 415, "unsupported_media_type")

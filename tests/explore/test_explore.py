@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from keepcover.cli import main
+from keepcover.engine.memory import RememberingSmoother
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError
 from keepcover.explore import app as explore_app
@@ -38,12 +39,12 @@ from keepcover.explore.images import amplified, png, read_upload
 from keepcover.explore.lineup import Lineup, radii, sentence
 from keepcover.explore.look import bars, nested, own_sets
 from keepcover.explore.server import run
-from keepcover.explore.smoother import SharedSmoother
 from keepcover.explore.subject import Subject, own_subject, saved_subject
-from keepcover.noise.stream import Stream
+from keepcover.methods import get_method
+from keepcover.noise import Stream
 from keepcover.prediction.artifact import load
 from keepcover.prediction.calibration import calibrate
-from keepcover.serve.problems import Problem
+from keepcover.web.problems import Problem
 
 from .exploring import EPSILONS, NAMES, SIGMA, toy_data, toy_explorer, toy_model
 
@@ -112,47 +113,53 @@ def test_looking_again_shows_the_same_and_other_images_have_other_noise(explorer
 
 
 @pytest.mark.parametrize(
-    ("method", "draws", "options"),
+    ("method", "draws", "score", "options"),
     [
-        ("cp", 1, {}),
-        ("cp_smoothed", 8, {}),
-        ("rscp", 8, {}),
-        ("rscp_plus_hoeffding", 64, {}),
-        ("rscp_plus_bernstein", 256, {}),
-        ("exact", 4, {}),
-        ("exact", 4, {"randomize": True}),
-        ("rcp1", 1, {}),
-        ("bincp", 64, {}),
-        ("bincp_threshold", 64, {}),
-        ("cas", 64, {}),
-        ("exact", 4, {"score": "aps"}),
-        ("cp", 1, {"score": "aps"}),
+        ("cp", 1, "hps", {}),
+        ("cp_smoothed", 8, "hps", {}),
+        ("rscp", 8, "hps", {}),
+        ("rscp", 8, "hps", {"transform": None}),
+        ("rscp_plus_hoeffding", 64, "hps", {}),
+        ("rscp_plus_bernstein", 256, "hps", {}),
+        ("exact", 4, "hps", {}),
+        ("exact", 4, "hps", {"randomize": True}),
+        ("exact_asymmetric", 4, "hps", {}),
+        ("rcp1", 1, "hps", {}),
+        ("bincp", 64, "hps", {}),
+        ("bincp_sharp", 64, "hps", {}),
+        ("bincp_threshold", 64, "hps", {}),
+        ("cas", 64, "hps", {}),
+        ("cas_test_time", 64, "hps", {}),
+        ("exact", 4, "aps", {}),
+        ("cp", 1, "aps", {}),
     ],
 )
 @pytest.mark.filterwarnings("ignore::keepcover.errors.KeepcoverWarning")
-def test_bars_explain_every_method(method: str, draws: int, options: dict[str, Any]) -> None:
+def test_bars_explain_every_method(method: str, draws: int, score: str, options: dict[str, Any]) -> None:
     """A label is in the set exactly where its bar reaches the line, whatever the method of a saved predictor."""
     holdout, calibration, gallery = toy_data().split(60, 250, 150)
+    chosen = get_method(method, **options)
     predictor = calibrate(
-        toy_model(),
+        Smoother(toy_model(), SIGMA, progress=False),
         calibration.pair,
         epsilon=(0.05, 0.2),
-        sigma=SIGMA,
-        method=method,
+        method=chosen,
+        score=score,
         draws=draws,
         seed=1,
-        progress=False,
-        holdout=None if method in ("cp", "rcp1") else holdout.pair,
-        **options,
+        holdout=holdout.pair if chosen.needs_holdout else None,
     )
     stream, decided = Stream(0, "test"), set()
     for i in range(30):
         image, id = gallery.images[i : i + 1], torch.tensor([i])
         own = own_sets(predictor, image, id, 0.1, (0.05, 0.2), stream)[:, 0]
-        for mask, bar in zip(own, bars(predictor, image, id, 0.1, (0.05, 0.2), stream), strict=True):
+        shown = bars(predictor, image, id, 0.1, (0.05, 0.2), stream)
+        for mask, bar in zip(own, shown, strict=True):
             reached = bar.support >= bar.needed - 1e-12
             assert torch.equal(reached, mask), (bar, mask)
-            assert bar.rule.startswith("every label") == bar.full
+        for epsilon, bar in zip((0.05, 0.2), shown, strict=True):
+            assert bar.words.startswith("every label") == predictor.at(0.1, epsilon).full
+        for mask in own:
             decided |= set(mask.tolist())
     assert True in decided
 
@@ -180,7 +187,7 @@ def test_many_classes_are_cut_to_the_likeliest_and_the_true_one(explorer: Explor
 
 def test_remembered_logits_are_those_of_a_plain_smoother_and_memory_is_bounded() -> None:
     model, stream, images = toy_model(), Stream(3, "test"), toy_data().images[:70]
-    shared = SharedSmoother(model, SIGMA, lock=threading.Lock(), memory=10_000)
+    shared = RememberingSmoother(model, SIGMA, lock=threading.Lock(), memory=10_000)
     plain = Smoother(model, SIGMA)
     ids = torch.arange(70)
     for draws in (4, 16, 2, 16):
@@ -206,7 +213,7 @@ def test_the_model_runs_in_one_thread_at_a_time() -> None:
         inside -= 1
         return layers(x).detach()
 
-    smoother = SharedSmoother(model, SIGMA, lock=threading.Lock(), batch_size=64)
+    smoother = RememberingSmoother(model, SIGMA, lock=threading.Lock(), batch_size=64)
     images, results = toy_data().images[:64], {}
 
     def work(i: int) -> None:
@@ -298,7 +305,7 @@ def test_curves_are_what_the_library_measures(client: TestClient, explorer: Expl
             sets = lineup.predictor(key, 0.1, 4).predict(
                 gallery.images, alpha=0.1, epsilon=epsilon, nested=True, seed=lineup.seed
             )
-            expected = sets.evaluate(gallery.labels)
+            expected = sets.measure(gallery.labels)
             assert row["size"][step]["mean"] == pytest.approx(expected.size)
             assert row["clean"][step] == expected.coverage.__dict__
     means = {key: [one["mean"] for one in answer["methods"][key]["attacked"]] for key in METHODS}
@@ -387,7 +394,7 @@ def test_a_fitting_upload_is_taken_as_it_is(client: TestClient, explorer: Explor
     sets = client.post("/api/sets", json={"image": answer["image"], "alpha": 0.1, "draws": 4}).json()
     assert sets["label"] is None
     assert sets["no_promise"].startswith("No promise for this image")
-    of_the_gallery = client.get("/api/sets", params={"image": "g7", "alpha": 0.1, "draws": 4}).json()
+    of_the_gallery = client.post("/api/sets", json={"image": "g7", "alpha": 0.1, "draws": 4}).json()
     assert of_the_gallery["no_promise"] is None
     attack = {**LEVELS, "image": answer["image"]}
     guessed = client.post("/api/attack", json=attack).json()
@@ -654,14 +661,9 @@ def test_outputs_without_a_name_get_one_and_odd_channels_are_refused() -> None:
 
 def saved(tmp_path: Path, **options: Any) -> Any:
     """A predictor through its file, as a user would bring it."""
-    settings: dict[str, Any] = {
-        "alpha": (0.1, 0.3),
-        "epsilon": (0.2, 0.1),
-        "sigma": SIGMA,
-        "draws": 4,
-        "seed": 1,
-    } | options
-    calibrate(toy_model(), toy_data(300, seed=5).pair, progress=False, **settings).save(tmp_path / "p.safetensors")
+    settings: dict[str, Any] = {"alpha": (0.1, 0.3), "epsilon": (0.2, 0.1), "draws": 4, "seed": 1} | options
+    smoother = Smoother(toy_model(), settings.pop("sigma", SIGMA), progress=False)
+    calibrate(smoother, toy_data(300, seed=5).pair, **settings).save(tmp_path / "p.safetensors")
     return load(tmp_path / "p.safetensors", toy_model())
 
 
@@ -687,7 +689,7 @@ def test_a_saved_predictor_stands_alone_where_the_data_are_few(tmp_path: Path) -
     explorer.prepare()
     assert explorer.attack("g0", None, 0.1, 4, 0.2)["attempts"][-1]["aim"] == "margin"
     vanilla = saved_subject(saved(tmp_path, method="cp", sigma=0.0, draws=1), toy_data())
-    assert any("sigma is 0" in note for note in vanilla.notes)
+    assert any("adds no noise" in note for note in vanilla.notes)
     alone = Explorer(Lineup(vanilla))
     alone.prepare()
     assert [one["aim"] for one in alone.attack("g0", None, 0.1, 1, 0.2)["attempts"]] == ["plain"]
@@ -699,14 +701,14 @@ def test_what_calibration_warns_of_is_told_on_the_page() -> None:
     with torch.no_grad():
         hopeless[1].weight.zero_()
     lineup = Lineup(
-        Subject("hopeless", hopeless, SIGMA, gallery, holdout, calibration),
+        Subject("hopeless", Smoother(hopeless, SIGMA), gallery, holdout, calibration),
         alphas=(0.1,),
         draws=(4,),
         epsilons=(0.0, 0.1),
     )
     lineup.predictor("exact", 0.1, 4)
     assert any("train or fine-tune it under this noise" in note for note in lineup.notes)
-    assert not any("full label set" in note for note in lineup.notes)
+    assert not any("return everything" in note for note in lineup.notes)
 
 
 def test_the_slider_is_made_of_short_decimals() -> None:
@@ -748,14 +750,14 @@ def test_the_extra_is_named(missing: str, monkeypatch: pytest.MonkeyPatch, capsy
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     data = toy_data()
     np.savez(tmp_path / "corners.npz", images=data.images.numpy(), labels=data.labels.numpy())
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     command = [
         sys.executable,
         "-m",
         "keepcover",
         "explore",
         "--model",
-        "exploring:toy_model",
+        "tests.explore.exploring:toy_model",
         "--data",
         str(tmp_path / "corners.npz"),
         "--sigma",

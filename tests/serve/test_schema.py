@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
 from keepcover.serve import Settings, create_app
-from keepcover.serve.server import Protocol
+from keepcover.web.server import Protocol
 
 from .serving import file_of, make_predictor
 

@@ -18,8 +18,7 @@ from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.prediction.artifact import load, read
 from keepcover.prediction.calibration import calibrate
-
-from .test_smoothing import toy
+from tests.toys import toy
 
 CAL = toy(120, seed=1)
 ASK: dict[str, Any] = {"epsilon": 0.03, "sigma": 0.1, "draws": 4, "method": "rcp1", "seed": 1}
@@ -196,7 +195,7 @@ def test_a_model_that_takes_no_probes_is_known_by_the_rest(tmp_path: Path) -> No
     with pytest.warns(KeepcoverWarning, match="right on only"):
         predictor = calibrate(picky, CAL, **{**ASK, "method": "cp", "sigma": 0.0}, fingerprint="mine")
     predictor.save(path)
-    assert "probe_logits" not in read(path)[1]
+    assert "probe_outputs" not in read(path)[1]
     load(path, picky, fingerprint="mine")
 
 
@@ -211,7 +210,7 @@ def test_wrappers_are_looked_through() -> None:
 
 def test_a_script_and_its_import_are_one(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
     """Calibrated by ``python net.py``, served by ``--model net:build``, or by ``--model package.net:build``."""
-    for name in ("__main__", "test_fingerprint", "package.tests.test_fingerprint"):
+    for name in ("__main__", "test_fingerprint", "package.tests.engine.test_fingerprint"):
         monkeypatch.setattr(Net, "__module__", name)
         load(saved, Net())
     monkeypatch.setattr(Net, "__module__", "other.test_fingerprint")
@@ -223,8 +222,8 @@ def test_rounding_of_another_machine_is_tolerated(saved: Path) -> None:
     """Logits that TF32 would give pass; a tenth more does not."""
     identity = load(saved, Net()).identity
     assert identity is not None
-    assert identity.logits is not None
-    smoother, logits = Smoother(Net(), 0.1), identity.logits
+    assert identity.outputs is not None
+    smoother, logits = Smoother(Net(), 0.1), identity.outputs
     spread = logits.max() - logits.min()
     for share, fits in ((1e-3, True), (0.1, False)):
         moved = logits + share * spread * torch.tensor([1.0, -1.0, 1.0, -1.0])
