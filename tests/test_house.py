@@ -135,7 +135,7 @@ def test_install_lines_come_from_one_place_and_name_extras_that_exist() -> None:
     asked: set[str] = set()
     for path in FILES:
         source = path.read_text(encoding="utf-8")
-        asked |= set(re.findall(r"install\('([\w-]+)'\)", source))
+        asked |= set(re.findall(r"""(?:install\('|require\("[^"]+", ")([\w-]+)""", source))
         assert path.name == "errors.py" or "pip install" not in source, path
     assert {"report", "serve"} <= asked <= set(extras)
 

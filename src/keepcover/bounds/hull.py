@@ -124,9 +124,8 @@ def hull_curve(counts: Counts, c: int, kappa: int, gamma: float = 0.0) -> tuple[
         >>> 0.1 <= float(np.interp(0.037411, a, height)) < 0.102
         True
     """
-    q = counts.grid(
-        finer=6 * min(int(max(counts.calibration_draws, counts.draws) ** 0.5), 16)
-    )  # steeper with more draws
+    # The curve is steeper with more draws.
+    q = counts.grid(finer=6 * min(int(max(counts.calibration_draws, counts.draws) ** 0.5), 16))
     f = counts.clean(c, q)
     h = counts.missed(kappa, np.append(q[1:], 1.0), gamma)  # h(1) is 1 - gamma where kappa + 1 draws are all
     corners: list[tuple[float, float]] = []

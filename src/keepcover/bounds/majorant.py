@@ -143,7 +143,7 @@ def is_majorant(g: Any, counts: Counts, kappa: int, gamma: float = 0.0) -> bool:
         >>> from keepcover.noise import Gaussian, Threat
         >>> counts = Counts(Threat(Gaussian(1.0), 0.5), 1, 1)
         >>> g, _ = majorant(np.array([0.9, 0.1]), counts, kappa=0)
-        >>> is_majorant(g, counts, 0), is_majorant(0.99 * g, counts, 0)
+        >>> is_majorant(g, counts, 0), is_majorant(0.9 * g, counts, 0)
         (True, False)
     """
     rises = np.diff(np.asarray(g, dtype=np.float64), prepend=0.0)

@@ -262,9 +262,8 @@ class MajorantRule(CountRule):
             return math.inf
         scores, order = statistic.flatten().sort(descending=True)
         rises = torch.as_tensor(rise, device=scores.device) * share.to(scores.device)[:, None]
-        spent = rises.flatten()[order].cumsum(
-            dim=0
-        )  # sum of g over the points minus that of g(0), once t falls below a score
+        # The sum of g over the points minus that of g(0), once t falls below a score.
+        spent = rises.flatten()[order].cumsum(dim=0)
         broke = torch.searchsorted(spent, budget, right=True)
         return float(scores[broke]) if broke < len(scores) else -math.inf
 
@@ -290,9 +289,8 @@ class MajorantRule(CountRule):
     def supports(self, items: Items, threshold: float) -> bool:
         if threshold == math.inf:
             return True
-        loss = torch.tensor(self.g, dtype=torch.float64)[
-            items.first(self.calibration_draws).draws.above(threshold).cpu()
-        ]
+        count = items.first(self.calibration_draws).draws.above(threshold).cpu()
+        loss = torch.tensor(self.g, dtype=torch.float64)[count]
         total = float((loss if items.weight is None else loss * items.weight.double()).sum())
         return bool(self.majorises and total <= self._budget(items.points) + 1e-9 * items.points)
 
