@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from fractions import Fraction
+
 import numpy as np
 from numpy import ndarray
 
@@ -34,8 +37,10 @@ def _hull_sizes(asked: Asked, holdout: Holdout, gamma: float) -> tuple[ndarray, 
     at = (missed[:, c + 1] <= level).argmax(axis=0)
     by_kappa = {int(k): holdout.size(asked.draws, int(k), gamma) for k in np.unique(kappa)}
     size = np.array([by_kappa[int(k)][i] for k, i in zip(kappa, at, strict=True)])
-    # Too few calibration points for that level: the threshold would be infinite.
-    hopeless = (asked.n + 1) * level < 1
+    # Too few calibration points for that level: the threshold would be infinite. Ranks fall as levels rise.
+    ascending = np.sort(level)
+    enough = bisect_left(ascending, True, key=lambda one: asked.promise.rank(asked.n, Fraction(float(one))) <= asked.n)
+    hopeless = level < ascending[enough] if enough < len(ascending) else np.ones(len(level), dtype=bool)
     size[hopeless] = np.array([by_kappa[int(k)][-1] for k in kappa[hopeless]])
     return size, c, kappa, at
 
