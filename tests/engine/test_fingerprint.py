@@ -28,6 +28,7 @@ class Net(nn.Module):
     """A model that keeps in plain attributes what decides its logits."""
 
     scale = 1.0
+    mask: Tensor
 
     def __init__(
         self, mean: Any = 0.5, activation: Any = functional.relu, gain: float = 1.0, shift: float = 0.0
@@ -70,7 +71,10 @@ def changed(change: Callable[[Net], Any], **options: Any) -> Net:
 
 # Equal weights in every case, so that the state dict's digest is the same.
 OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "subclass": (Negative, r"the model is a tests\.test_fingerprint\.Negative, expected tests\.test_fingerprint\.Net"),
+    "subclass": (
+        Negative,
+        r"the model is a tests\.engine\.test_fingerprint\.Negative, expected tests\.engine\.test_fingerprint\.Net",
+    ),
     "activation": (
         lambda: changed(lambda m: setattr(m, "act", nn.GELU())),
         r"module 'act' is a .*GELU, expected .*ReLU",
@@ -119,7 +123,7 @@ def test_the_same_model_comes_back(saved: Path) -> None:
     used.place, used.folder, used.name_or_path = "cuda:1", "/home", "copy"  # type: ignore[assignment]
     for model in (fresh, used, Net().train(), nn.DataParallel(Net())):
         assert load(saved, model).predict(CAL[0][:3], seed=1).mask.shape == (3, 4)
-    stored = read(saved)[0]["model_structure"]
+    stored = read(saved)[0]["model"]["structure"]
     assert "place" not in stored[""]
     assert "folder" not in stored[""]
     assert stored[""]["scale"] == 1.0
@@ -192,8 +196,7 @@ def test_a_model_that_takes_no_probes_is_known_by_the_rest(tmp_path: Path) -> No
             raise KeyError("never seen")
         return model(images)
 
-    with pytest.warns(KeepcoverWarning, match="right on only"):
-        predictor = calibrate(picky, CAL, **{**ASK, "method": "cp", "sigma": 0.0}, fingerprint="mine")
+    predictor = calibrate(picky, CAL, **{**ASK, "method": "cp", "sigma": 0.0}, fingerprint="mine")
     predictor.save(path)
     assert "probe_outputs" not in read(path)[1]
     load(path, picky, fingerprint="mine")

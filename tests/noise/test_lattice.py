@@ -24,7 +24,7 @@ from keepcover.attacks.audit import Audit, AuditRow, audit
 from keepcover.attacks.pgd import NoisyModel, pgd
 from keepcover.engine.inputs import check_images
 from keepcover.engine.smoother import Smoother
-from keepcover.noise.stream import Stream, lattice, to_lattice_
+from keepcover.noise.stream import Stream, lattice, probes, to_lattice_
 from keepcover.prediction.calibration import calibrate
 from keepcover.serve import Settings
 from keepcover.serve.reading import Reader
@@ -80,8 +80,7 @@ def test_without_noise_nothing_is_rounded() -> None:
     images, recorder = toy(5)[0].double(), Recorder()
     Smoother(recorder, 0.0).logits(images, 4, Stream(0, "test"))
     assert torch.equal(recorder.inputs, images.float())
-    model = NoisyModel(recorder, 0.0, 1, Stream(0, "attack"))
-    model.logits(images, model.noise(torch.arange(5), SHAPE))
+    NoisyModel(recorder, 0.0, 1, Stream(0, "attack")).outputs(images, torch.arange(5))
     assert torch.equal(recorder.seen[-1], images.float())
 
 
@@ -91,7 +90,7 @@ def test_the_attacker_reads_what_the_defender_reads(dtype: torch.dtype) -> None:
     images, stream, recorder = toy(5)[0].to(dtype), Stream(3, "attack"), Recorder()
     noisy = NoisyModel(recorder, 0.25, 4, stream)
     x = images.clone().requires_grad_()
-    noisy.logits(x, noisy.noise(torch.arange(5), SHAPE)).sum().backward()
+    noisy.outputs(x, torch.arange(5)).sum().backward()
     assert torch.equal(recorder.inputs.view(5, 4, *SHAPE), stream.noisy(images, torch.arange(5), range(4), 0.25))
     assert x.grad is not None
     assert torch.equal(x.grad.flatten(1), torch.tensor([4.0] * 3 + [0.0] * 13, dtype=dtype).expand(5, 16))
@@ -132,8 +131,8 @@ def on_both_sides(case: str, n: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def audited(case: str, **options: Any) -> Audit:
     origin, step, sigma, epsilon = CASES[case]
-    asked: dict[str, Any] = {"sigma": sigma, "epsilon": epsilon, "draws": 16, "seed": 1, "progress": False}
-    predictor = calibrate(HalfSpace(origin, step), on_both_sides(case, 600, 1), **asked)
+    smoother = Smoother(HalfSpace(origin, step), sigma, progress=False)
+    predictor = calibrate(smoother, on_both_sides(case, 600, 1), epsilon=epsilon, draws=16, seed=1)
     across: Callable[..., Tensor] = lambda x, y, radius: x + radius * (1 - 2 * y[:, None].double())  # noqa: E731
     return audit(predictor, on_both_sides(case, 400, 2), **{"attacks": {"across": across}, "seed": 3, **options})
 
@@ -189,10 +188,16 @@ class First(nn.Module):
 def test_calibration_and_prediction_keep_float64(early: bool) -> None:
     recorder = Recorder()
     data = (X.repeat(50, 1), Y.repeat(50))
-    predictor = calibrate(recorder, data, sigma=1.0, epsilon=0.1, draws=4, calibration_draws=4, seed=1, progress=False)
+    smoother = Smoother(recorder, 1.0, progress=False)
+    predictor = calibrate(smoother, data, epsilon=0.1, draws=4, calibration_draws=4, seed=1)
     roles = [Stream(1, role).noisy(data[0], torch.arange(200), range(4), 1.0) for role in ("holdout", "calibration")]
-    seen = {tuple(image) for image in recorder.inputs.tolist()}
-    assert seen <= {tuple(image) for noisy in roles for image in noisy.flatten(0, 1).tolist()}
+    *noisy, last = recorder.seen
+    assert predictor.inputs is not None
+    assert torch.equal(
+        last, probes((3,), predictor.inputs.low, predictor.inputs.high)
+    )  # by which a file knows the model
+    seen = {tuple(image) for image in torch.cat(noisy).tolist()}
+    assert seen <= {tuple(image) for role in roles for image in role.flatten(0, 1).tolist()}
     recorder.seen.clear()
     predictor.predict(X, seed=5, early_exit=early)
     expected = Stream(5, "test").noisy(X, torch.arange(4), range(4), 1.0).flatten(0, 1)
@@ -236,7 +241,7 @@ def test_files_keep_float64_and_training_takes_it(tmp_path: Path) -> None:
 def test_json_requests_keep_float64() -> None:
     reader = Reader(make_predictor(), SHAPE, Settings())
     images = torch.rand(2, *SHAPE, dtype=torch.float64)
-    read, _, _ = reader._json(json.dumps({"images": images.tolist()}).encode())
+    read = reader._json(json.dumps({"images": images.tolist()}).encode()).images
     assert read.dtype == torch.float64
     assert torch.equal(read, images)
 
@@ -276,8 +281,8 @@ def swapped(images: Tensor, labels: Tensor, radius: float) -> Tensor:
 @pytest.mark.filterwarnings("ignore::keepcover.errors.KeepcoverWarning")
 def test_low_bits_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> Audit:
-        asked: dict[str, Any] = {"sigma": SIGMA, "epsilon": EPSILON, "draws": 8, "seed": 1, "progress": False}
-        predictor = calibrate(reads_low_bits, flat_images(150, 1), **asked)
+        smoother = Smoother(reads_low_bits, SIGMA, progress=False)
+        predictor = calibrate(smoother, flat_images(150, 1), epsilon=EPSILON, draws=8, seed=1)
         return audit(predictor, flat_images(100, 2), attacks={"swapped": swapped}, seed=3)
 
     for one in found().rows:
@@ -328,8 +333,9 @@ def test_sets_and_accuracy_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against noise as it comes: a thousandth of sigma turns few sets and fewer answers."""
 
     def found() -> tuple[Tensor, Tensor]:
-        predictor = calibrate(nearest(), toy(400, seed=1), sigma=0.15, epsilon=0.1, draws=16, seed=1, progress=False)
-        logits = predictor.smoother.logits(toy(500, seed=2)[0], 16, Stream(7, "test"))
+        smoother = Smoother(nearest(), 0.15, progress=False)
+        predictor = calibrate(smoother, toy(400, seed=1), epsilon=0.1, draws=16, seed=1)
+        logits = smoother.logits(toy(500, seed=2)[0], 16, Stream(7, "test"))
         return predictor.predict(toy(500, seed=2)[0], seed=7).mask, logits
 
     mask, logits = found()

@@ -18,6 +18,7 @@ from tests.seams.laplace import Laplace
 from tests.seams.pac import PAC
 from tests.seams.residual import Residual
 
+torch.manual_seed(0)  # the same models whatever was imported before
 MODEL = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
 LINE = nn.Sequential(nn.Flatten(), nn.Linear(4, 1))
 

@@ -154,6 +154,8 @@ def start(predictor: Path, model: str, log: Path, *options: str, workers: int = 
                 str(predictor),
                 "--model",
                 f"tests.serve.serving:{model}",
+                "--fingerprint",
+                "quadrants",
                 "--port",
                 "0",
                 "--workers",

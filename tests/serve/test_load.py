@@ -30,7 +30,7 @@ OUT = Path("out/load/serve.json")
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("load") / "predictor.safetensors"
-    make_predictor().save(path)
+    make_predictor().save(path, fingerprint="quadrants")  # a string stands for the function, however it is written
     return path
 
 

@@ -28,14 +28,14 @@ def logits(n: int = 30, draws: int = 6, classes: int = 4, seed: int = 0) -> Tens
 
 
 @pytest.mark.parametrize(
-    "score", ["hps", "aps", "raps", CustomScore(lambda x: -x)], ids=lambda score: getattr(score, "name", score)
+    "score", ["hps", "aps", "raps", CustomScore(lambda x: -x)], ids=lambda one: getattr(one, "name", one)
 )
 def test_the_suite_passes_every_score(score: Any) -> None:
     check_task(Classification(score), logits(), torch.arange(30) % 4)
 
 
 @pytest.mark.parametrize(
-    "score", ["hps", "aps", RAPS(0.1, 2), CustomScore(lambda x: -x)], ids=lambda score: getattr(score, "name", score)
+    "score", ["hps", "aps", RAPS(0.1, 2), CustomScore(lambda x: -x)], ids=lambda one: getattr(one, "name", one)
 )
 @pytest.mark.parametrize("reading", ["score", "order", "ptt"])
 def test_items_are_the_scores_of_the_true_label(score: Any, reading: str) -> None:

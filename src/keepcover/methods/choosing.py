@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from fractions import Fraction
-
 import numpy as np
 from numpy import ndarray
 
@@ -37,10 +34,8 @@ def _hull_sizes(asked: Asked, holdout: Holdout, gamma: float) -> tuple[ndarray, 
     at = (missed[:, c + 1] <= level).argmax(axis=0)
     by_kappa = {int(k): holdout.size(asked.draws, int(k), gamma) for k in np.unique(kappa)}
     size = np.array([by_kappa[int(k)][i] for k, i in zip(kappa, at, strict=True)])
-    # Too few calibration points for that level: the threshold would be infinite. Ranks fall as levels rise.
-    ascending = np.sort(level)
-    enough = bisect_left(ascending, True, key=lambda one: asked.promise.rank(asked.n, Fraction(float(one))) <= asked.n)
-    hopeless = level < ascending[enough] if enough < len(ascending) else np.ones(len(level), dtype=bool)
+    # Too few calibration points for that level: the threshold would be infinite.
+    hopeless = level < asked.promise.least_level(asked.n)
     size[hopeless] = np.array([by_kappa[int(k)][-1] for k in kappa[hopeless]])
     return size, c, kappa, at
 

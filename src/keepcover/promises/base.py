@@ -122,6 +122,19 @@ class Promise:
         """What an attacker may have done to calibration inputs."""
         return next((t for t in (clause.tampering(threat) for clause in self.clauses) if t is not None), None)
 
+    def least_level(self, n: int) -> float:
+        """The smallest miscoverage that n points can have a finite threshold for, rounded up.
+
+        Example:
+            >>> round(Promise().least_level(99), 6)
+            0.01
+        """
+        low, high = 0.0, 1.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.rank(n, Fraction(middle)) <= n else (middle, high)
+        return high
+
     def points_needed(self, level: Fraction) -> int:
         """The least number of calibration points with a finite threshold at this miscoverage.
 

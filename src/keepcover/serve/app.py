@@ -34,6 +34,7 @@ from keepcover.web.problems import STATUS, Problem
 from keepcover.web.server import bare_app
 from keepcover.web.settings import Settings
 
+PREDICT = ["bad_request", "slow_body", "body_too_large", "unsupported_media_type", "invalid", "repeated", "overloaded"]
 ABOUT = f"Prediction sets that keep their coverage under attack. {PER_QUERY}"
 
 
@@ -233,16 +234,7 @@ def _routes(app: FastAPI, service: Service) -> None:
         "/v1/predict",
         summary="Prediction sets for images",
         response_model=Answer,
-        responses=_refusals(
-            *unauthorized,
-            "bad_request",
-            "slow_body",
-            "body_too_large",
-            "unsupported_media_type",
-            "invalid",
-            "repeated",
-            "overloaded",
-        ),
+        responses=_refusals(*unauthorized, *PREDICT),
         openapi_extra={"requestBody": service.reader.openapi()},
         **guarded,
     )
@@ -259,13 +251,13 @@ def _routes(app: FastAPI, service: Service) -> None:
     async def describe() -> Response:
         return JSONResponse(service.describe())
 
-    @app.get("/healthz", summary="Whether the process works", response_model=State, responses={503: {"model": State}})
+    state: dict[str, Any] = {"response_model": State, "responses": {503: {"model": State}}}
+
+    @app.get("/healthz", summary="Whether the process works", **state)
     async def health() -> Response:
         return _state(*service.health())
 
-    @app.get(
-        "/readyz", summary="Whether to send requests here", response_model=State, responses={503: {"model": State}}
-    )
+    @app.get("/readyz", summary="Whether to send requests here", **state)
     async def readiness() -> Response:
         return _state(*service.readiness())
 

@@ -13,7 +13,7 @@ def require(what: str, extra: str, *more: str) -> None:
     Example:
         >>> require("The service", "serve", "no_such_library")
         Traceback (most recent call last):
-        keepcover.errors.InputError: The service needs no_such_library: pip install '.[serve]' in a checkout
+        keepcover.errors.InputError: The service needs no_such_library: ...
     """
     for module in (*more, "fastapi", "uvicorn", "python_multipart", "PIL"):
         if find_spec(module) is None:

@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from keepcover import __version__
+import keepcover
 from keepcover.errors import InputError
 
 BACKLOG = 128
@@ -78,7 +78,7 @@ def bare_app(title: str, lifespan: Any, description: str = "") -> FastAPI:
     """An application without FastAPI's own pages, which load scripts from elsewhere, and without redirects."""
     return FastAPI(
         title=title,
-        version=__version__,
+        version=keepcover.__version__,
         description=description,
         lifespan=lifespan,
         docs_url=None,
