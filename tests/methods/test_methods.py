@@ -41,11 +41,13 @@ from keepcover.methods import (
 )
 from keepcover.methods.choosing import candidates
 from keepcover.noise import Gaussian, Threat
+from keepcover.promises import CLAUSES, Promise
 from keepcover.scores import PTT, CustomScore, Draws, Items, Reading, hps
 from keepcover.store.logits_file import read_arrays
 from keepcover.tasks import Classification
 from tests.methods.golden import golden_draws
 from tests.methods.worst import OWN, attacked_by, calibrated, holdout_of, kept, plainly, read
+from tests.seams.pac import PAC
 
 patient = settings(deadline=None, derandomize=True)
 BASE = Asked(alpha=0.1, threat=Threat(Gaussian(0.25), 0.125), draws=8, n=60, candidates=3)
@@ -646,3 +648,16 @@ def test_questions_survive_json() -> None:
     assert Asked.from_config(json.loads(json.dumps(asked.config()))) == asked
     assert (asked.per_point, BASE.per_point) == (16, 8)
     assert (asked.counts.calibration_draws, asked.counts.draws, asked.counts.threat) == (16, 8, BASE.threat)
+
+
+def test_the_rule_is_chosen_for_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """30 points are few for confidence 95 %: only rules with a high enough level have a finite threshold, and one is taken."""
+    monkeypatch.setitem(CLAUSES, "delta", PAC)
+    marginal = Asked(0.15, Threat(Gaussian(1.0), 0.2), draws=8, n=30, candidates=3)
+    asked = replace(marginal, promise=Promise(delta=0.05))
+    for seed in range(4):
+        rule = Exact().fit(asked, held(seed))
+        assert asked.promise.rank(30, Fraction(rule.level)) <= 30
+        assert rule.estimated_size(held(seed)) < 3
+        taken = Exact().fit(marginal, held(seed))
+        assert marginal.promise.rank(30, Fraction(taken.level)) <= 30

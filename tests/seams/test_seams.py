@@ -26,6 +26,7 @@ LINE = nn.Sequential(nn.Flatten(), nn.Linear(4, 1))
 @pytest.fixture(scope="module")
 def labelled() -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
+    MODEL[1].reset_parameters()
     nn.init.normal_(MODEL[1].weight, std=4.0)
     images = torch.rand(500, 1, 2, 2)
     return images, MODEL(images).argmax(dim=1)
@@ -34,6 +35,7 @@ def labelled() -> tuple[Tensor, Tensor]:
 @pytest.fixture(scope="module")
 def measured() -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
+    LINE[1].reset_parameters()
     images = torch.rand(500, 1, 2, 2)
     return images, LINE(images)[:, 0].detach() + 0.1 * torch.randn(500)
 

@@ -57,7 +57,7 @@ with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
     for _ in range(60):
         text = client.get("/metrics").text
         accepted.add(next(line for line in text.splitlines() if line.startswith("keepcover_accepted_total ")))
-    found["replicas"] = sorted(int(line.split()[1]) for line in accepted)
+    found["replicas"] = sorted(int(float(line.split()[1])) for line in accepted)
 print("RESULT", json.dumps(found))
 serve.shutdown()
 ray.shutdown()
