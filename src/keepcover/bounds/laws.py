@@ -76,9 +76,10 @@ def covered_at_most_given(covered: int, m: int, missed: ndarray, exceeded: ndarr
     r"""P[at most ``covered`` of m] when points are missed with a probability M that the calibration draw decides.
 
     The law of M: :math:`P[M > missed_k] \le exceeded_k`, ``missed`` ascending, M at most its last entry. Integrated over
-    the cells between them, each at its worse end, so the p-value is never too small:
-    :math:`\varphi(missed_0) + \sum_k (\varphi(missed_{k+1}) - \varphi(missed_k)) \, exceeded_k` with
-    :math:`\varphi(u) = P[\mathrm{Bin}(m, 1 - u) \le covered]`.
+    the cells between them, each at its worse end, so the p-value is never too small: with
+    :math:`\varphi(u) = P[\mathrm{Bin}(m, 1 - u) \le covered]` it is
+
+    .. math:: \varphi(missed_0) + \sum_k (\varphi(missed_{k+1}) - \varphi(missed_k)) \, exceeded_k
 
     Example:
         >>> exact = covered_at_most(440, 500, 999, 900)
