@@ -110,7 +110,7 @@ def test_the_slider_obeys_the_keyboard_without_asking_anybody(page: Any) -> None
 def test_trivial_sets_and_names_are_shown_as_they_are(page: Any) -> None:
     page.check("input[name=draws][value='4']", force=True)  # four draws bound a mean by nothing
     page.wait_for_selector("#cards:not(.waiting)")
-    page.wait_for_function("document.querySelector('.card.rscp .size').textContent.includes('trivial set')")
+    page.wait_for_function("() => document.querySelector('.card.rscp .size').textContent.includes('trivial set')")
     assert "<b>star</b>" in page.text_content(".card.rscp .chips")  # a class name is text, whatever it looks like
     assert page.query_selector(".chips b") is None
 
