@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
 from keepcover.errors import InputError
 
 
-class Norm:
+class Norm(ABC):
     """A norm as attacks and guarantees need it: the length of a move, its ball, and how to start inside it.
 
     Attributes:
@@ -21,21 +23,21 @@ class Norm:
     words: str
     short: str
 
+    @abstractmethod
     def length(self, delta: Tensor) -> Tensor:
         """The length of every move ``[b, ...]`` -> ``[b]``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def direction(self, gradient: Tensor) -> Tensor:
         """The step of length 1 that raises the loss fastest."""
-        raise NotImplementedError
 
+    @abstractmethod
     def project(self, delta: Tensor, radius: float) -> Tensor:
         """The nearest move within the radius."""
-        raise NotImplementedError
 
+    @abstractmethod
     def random(self, like: Tensor, radius: float, generator: torch.Generator) -> Tensor:
         """A random move within the radius, of the shape of ``like``."""
-        raise NotImplementedError
 
 
 class L2(Norm):
