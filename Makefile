@@ -40,7 +40,7 @@ demo: $(VENV)/.ready-demo
 explore: $(VENV)/.ready-explore
 	$(BIN)/keepcover explore
 
-QUICK := noise scores bounds promises tasks methods seams evaluation prediction engine attacks
+QUICK := noise scores bounds promises tasks methods seams evaluation
 
 quick: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -q -n auto $(addprefix tests/,$(QUICK))
