@@ -3,7 +3,7 @@
 Bounds know a :class:`keepcover.noise.Threat` and its ``up``, never epsilon / sigma, and err on the safe side of rounding.
 """
 
-from keepcover.bounds.concentration import bernstein, clopper_pearson, dkw, hoeffding
+from keepcover.bounds.concentration import bernstein, clopper_pearson, dkw, hoeffding, hoeffding_bentkus, mean_interval
 from keepcover.bounds.counts import Counts
 from keepcover.bounds.hull import hull_bracket, hull_curve, hull_level, hull_levels
 from keepcover.bounds.laws import (
@@ -30,6 +30,7 @@ __all__ = [
     "dkw",
     "exact_level",
     "hoeffding",
+    "hoeffding_bentkus",
     "hull_bracket",
     "hull_curve",
     "hull_level",
@@ -39,6 +40,7 @@ __all__ = [
     "majorant",
     "majorant_cost",
     "majorant_gap",
+    "mean_interval",
     "order_statistic",
     "risk_control_law",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from scipy.special import betaincinv
+from scipy.special import bdtr, betaincinv, rel_entr
 
 from keepcover.errors import InputError
 
@@ -49,6 +49,22 @@ def dkw(draws: int, beta: float) -> float:
     return hoeffding(draws, beta)
 
 
+def hoeffding_bentkus(share: float, n: int, mean: Array) -> Array:
+    r"""A bound of P[the average of n independent values in [0, 1] is at most ``share``] where their mean is at least ``mean``.
+
+    The smaller of Chernoff's :math:`e^{-n\,KL(share, mean)}` and Bentkus' :math:`e\,P[\mathrm{Bin}(n, mean) \le \lceil n\,share \rceil]`.
+    It grows with ``share`` and falls with ``mean``: a test by it depends on the values through their sum alone.
+
+    Example:
+        >>> round(float(hoeffding_bentkus(0.0795, 1000, 0.1)), 4)
+        0.0479
+    """
+    mean = np.asarray(mean, dtype=np.float64)
+    chernoff = np.where(mean > share, np.exp(-n * (rel_entr(share, mean) + rel_entr(1 - share, 1 - mean))), 1.0)
+    most = min(np.ceil(n * share + 1e-9), n)  # a sum that floating point rounded down to an integer counts as above it
+    return np.minimum(chernoff, np.e * bdtr(most, n, mean))[()]
+
+
 def clopper_pearson(successes: Array, draws: int, level: float) -> tuple[Any, Any]:
     r"""Exact two-sided interval of a binomial proportion; each side is missed with probability at most ``level / 2``.
 
@@ -63,3 +79,22 @@ def clopper_pearson(successes: Array, draws: int, level: float) -> tuple[Any, An
     low = np.where(k == 0, 0.0, betaincinv(np.maximum(k, 0.5), draws - k + 1, level / 2))
     high = np.where(k == draws, 1.0, betaincinv(k + 1, np.maximum(draws - k, 0.5), 1 - level / 2))
     return low[()], high[()]
+
+
+def mean_interval(mean: float, n: int, level: float) -> tuple[float, float]:
+    r"""Two-sided interval of the expectation of independent values in [0, 1] whose average over n is ``mean``; each side is missed
+    with probability at most ``level / 2``: what :func:`hoeffding_bentkus` does not reject.
+
+    Example:
+        >>> [round(end, 4) for end in mean_interval(0.9, 100, 0.05)]
+        [0.7997, 0.9621]
+    """
+
+    def highest(share: float) -> float:
+        low, high = share, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if hoeffding_bentkus(share, n, middle) > level / 2 else (low, middle)
+        return high
+
+    return 1 - highest(1 - mean), highest(mean)

@@ -28,7 +28,8 @@ def _bridge(f: ndarray, h: ndarray, alpha: float) -> tuple[ndarray, ndarray, nda
     left, right = np.zeros(len(f), dtype=np.int64), np.full(len(f), f.shape[1] - 1)
     crossing = np.zeros(len(f))
     for _ in range(64):
-        rise = h[rows, right] - h[rows, left]
+        # No rise where h(0) exceeds alpha: the crossing is then 0.
+        rise = np.maximum(h[rows, right] - h[rows, left], 1e-12)
         mu = (f[rows, right] - f[rows, left]) / rise
         lines = f + mu[:, None] * (alpha - h)
         lowest = lines.argmin(axis=1)

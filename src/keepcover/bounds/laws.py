@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
-from scipy.special import bdtr, betainc, betaincinv, gammaln, rel_entr
+from scipy.special import bdtr, betainc, betaincinv, gammaln
 
+from keepcover.bounds.concentration import hoeffding_bentkus
 from keepcover.errors import InputError
 
 
@@ -72,8 +73,11 @@ def covered_at_most(covered: int, m: int, n: int, rank: int) -> float:
     return float(min(np.exp(log + gammaln(a + b) - gammaln(a) - gammaln(b)).sum(), 1.0))
 
 
-def covered_at_most_given(covered: int, m: int, missed: ndarray, exceeded: ndarray) -> float:
+def covered_at_most_given(covered: float, m: int, missed: ndarray, exceeded: ndarray) -> float:
     r"""P[at most ``covered`` of m] when points are missed with a probability M that the calibration draw decides.
+
+    A whole number of points, or, as a float, a sum of shares in [0, 1] of which M are missed on average: their law is not known,
+    so :func:`hoeffding_bentkus` stands in for the binomial one.
 
     The law of M: :math:`P[M > missed_k] \le exceeded_k`, ``missed`` ascending, M at most its last entry. Integrated over
     the cells between them, each at its worse end, so the p-value is never too small: with
@@ -86,7 +90,8 @@ def covered_at_most_given(covered: int, m: int, missed: ndarray, exceeded: ndarr
         >>> bool(1 <= covered_at_most_given(440, 500, *conformal_law(999, 900)) / exact < 1.05)
         True
     """
-    few = bdtr(covered, m, 1 - np.clip(missed, 0.0, 1.0))
+    clean = 1 - np.clip(missed, 0.0, 1.0)
+    few = bdtr(covered, m, clean) if isinstance(covered, int) else hoeffding_bentkus(min(covered / m, 1.0), m, clean)
     return float(min(few[0] + np.sum(np.diff(few) * exceeded[:-1]), 1.0))
 
 
@@ -115,8 +120,8 @@ def risk_control_law(n: int, mean: float, low: float, high: float) -> tuple[ndar
 
     For the marginal promise :math:`\hat a = (\alpha (n + 1) - high) / n`. If the risk R(t)
     there exceeds u, then so few losses are left at the largest t whose risk is u or more too, where they are independent
-    with mean at least u: a lower tail of n bounded variables, which Chernoff bounds by :math:`e^{-n\,KL(x, v)}` and Bentkus
-    by :math:`e\,P[\mathrm{Bin}(n, v) \le \lceil n x \rceil]`, x and v being :math:`\hat a` and u as shares of the range.
+    with mean at least u: a lower tail of n bounded variables, which :func:`hoeffding_bentkus` bounds, :math:`\hat a` and u
+    being taken as shares of the range.
 
     Example:
         >>> u, exceeded = risk_control_law(1000, (0.1 * 1001 - 1.0) / 1000, 0.0, 1.0)
@@ -129,6 +134,4 @@ def risk_control_law(n: int, mean: float, low: float, high: float) -> tuple[ndar
     u = start + (end - start) * np.linspace(0.0, 1.0, 4001) ** 2  # fine where the risk will be
     width = max(high - low, 1e-300)
     x, v = min((mean - low) / width, 1.0), np.minimum((u - low) / width, 1.0)
-    chernoff = np.where(v > x, np.exp(-n * (rel_entr(x, v) + rel_entr(1 - x, 1 - v))), 1.0)
-    bentkus = np.e * bdtr(min(np.ceil(n * x + 1e-9), n), n, v)
-    return u, np.minimum(chernoff, bentkus)
+    return u, hoeffding_bentkus(x, n, v)

@@ -34,7 +34,9 @@ INCREMENT_COST = 1 / 2500  # per unit of rise: keeps g finite at counts the hold
 def _cells(counts: Counts, kappa: int, gamma: float) -> tuple[ndarray, ndarray, ndarray]:
     """The cells' edges, P[Bin >= each breakpoint] at their left ends and h at their right ends."""
     dense = counts.grid(finer=12)[1:-1]
-    edges = expit(np.interp(_HEIGHTS, counts.missed(kappa, dense, gamma), logit(dense)))
+    # An attack may lift q = 0 itself, and g(0) must reach that far: fine above h(0) too.
+    heights = np.union1d(_HEIGHTS, counts.missed(kappa, 0.0, gamma) + _HEIGHTS[_HEIGHTS < 0.02])
+    edges = expit(np.interp(heights, counts.missed(kappa, dense, gamma), logit(dense)))
     q = np.concatenate([[0.0], np.unique(edges), [1.0]])
     return q, *_constraints(q, counts, kappa, gamma)
 
@@ -60,12 +62,12 @@ def _solve(cost: ndarray, expect: ndarray, need: ndarray) -> ndarray:
 
 
 def majorant(
-    weights: Float[ndarray, " counts"], counts: Counts, kappa: int, gamma: float = 0.0
+    weights: Float[ndarray, " counts"], counts: Counts, kappa: int, gamma: float = 0.0, price: float = 0.0
 ) -> tuple[Float[ndarray, " counts"], float]:
     r"""The cheapest nondecreasing g on {0..N_cal} with :math:`E\,g(\mathrm{Bin}(N_{cal}, q)) \ge h(q)` for every q.
 
     ``weights[j]`` is the share of holdout points whose count is j; the cost is :math:`\sum_j w_j g(j)` plus a little per
-    unit of rise. A linear program over the rises of g (HiGHS). Every q lies in a cell whose constraint pairs h at the right
+    unit of rise, and ``price`` per unit of the largest value where a promise pays for it. A linear program over the rises of g (HiGHS). Every q lies in a cell whose constraint pairs h at the right
     end with E g at the left end; both increase in q, so the constraint holds on the whole cell. Tight cells are then split
     and the program solved again.
 
@@ -79,10 +81,11 @@ def majorant(
         (array([0., 1.]), 0.1)
     """
     steps = breakpoints(counts.calibration_draws)
-    cost = np.array([weights.sum(), *(weights[j:].sum() + INCREMENT_COST for j in steps)])
+    cost = np.array([weights.sum(), *(weights[j:].sum() + INCREMENT_COST for j in steps)]) + price
     q, expect, need = _cells(counts, kappa, gamma)
     tight = np.flatnonzero(expect @ _solve(cost, expect, need) - need < 1e-7)
-    tight = np.clip(tight, 1, len(q) - 3)
+    tight = np.clip(tight, 1, max(len(q) - 3, 1))
+    tight = tight[q[tight + 1] < 1]
     q = np.unique(np.concatenate([q, between(q[tight], q[tight + 1], 8)]))
     expect, need = _constraints(q, counts, kappa, gamma)
     rises = np.zeros(counts.calibration_draws + 1)
@@ -101,20 +104,22 @@ def _points(counts: Counts, kappa: int, gamma: float) -> tuple[ndarray, ndarray,
     return tails, counts.missed(kappa, q, gamma), steps
 
 
-def majorant_cost(weights: Float[ndarray, " counts"], counts: Counts, kappa: int, gamma: float, n: int) -> float:
-    """About what :func:`majorant` costs n calibration points: for choosing a threshold, **not** for certifying one.
+def majorant_cost(
+    weights: Float[ndarray, " counts"], counts: Counts, kappa: int, gamma: float, price: float = 0.0
+) -> tuple[float, float]:
+    """About the mean of :func:`majorant` and its largest value: for choosing a threshold, **not** for certifying one.
 
     Example:
         >>> from keepcover.noise import Gaussian, Threat
         >>> weights, counts = np.array([0.95, 0.04, 0.01]), Counts(Threat(Gaussian(1.0), 0.5), 2, 1)
         >>> g, cost = majorant(weights, counts, kappa=0)
-        >>> abs(majorant_cost(weights, counts, 0, 0.0, n=10**6) / cost - 1) < 0.05
+        >>> abs(majorant_cost(weights, counts, 0, 0.0)[0] / cost - 1) < 0.05
         True
     """
     expect, need, steps = _points(counts, kappa, gamma)
     tails = np.array([1.0, *(weights[j:].sum() for j in steps)])
-    x = _solve(tails + np.array([0.0, *[INCREMENT_COST] * len(steps)]), expect, need)
-    return float((n * tails @ x + x.sum()) / (n + 1))
+    x = _solve(tails + np.array([0.0, *[INCREMENT_COST] * len(steps)]) + price, expect, need)
+    return float(tails @ x), float(x.sum())
 
 
 def majorant_gap(g: Any, counts: Counts, kappa: int, gamma: float = 0.0) -> float:

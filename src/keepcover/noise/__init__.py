@@ -6,12 +6,18 @@ from dataclasses import fields
 from typing import Any
 
 from keepcover.errors import InputError
+from keepcover.noise.ablation import Ablation
+from keepcover.noise.bands import Bands, RandomBands
 from keepcover.noise.base import Noise, Threat
 from keepcover.noise.gaussian import Gaussian
+from keepcover.noise.laplace import Laplace
 from keepcover.noise.norms import NORMS, Norm, get_norm
 from keepcover.noise.stream import Stream, fresh_seed
+from keepcover.noise.uniform import Uniform
 
-NOISES: dict[str, type[Noise]] = {noise.name: noise for noise in (Gaussian,)}
+NOISES: dict[str, type[Noise]] = {
+    noise.name: noise for noise in (Gaussian, Laplace, Uniform, Ablation, Bands, RandomBands)
+}
 
 
 def get_noise(noise: Noise | str | float | dict[str, Any]) -> Noise:
@@ -39,8 +45,14 @@ def get_noise(noise: Noise | str | float | dict[str, Any]) -> Noise:
     if name not in NOISES:
         raise InputError(f"expected a noise among {', '.join(NOISES)}, got {name!r}")
     try:
-        return NOISES[name](**options) if isinstance(options, dict) else NOISES[name](*options)
-    except TypeError:
+        if isinstance(options, dict):
+            return NOISES[name](**options)
+        kinds = [str(f.type) for f in fields(NOISES[name])]  # type: ignore[arg-type]
+        whole = [kind == "int" and number.is_integer() for kind, number in zip(kinds, options, strict=False)]
+        return NOISES[name](*(int(number) if w else number for w, number in zip(whole, options, strict=True)))
+    except InputError:  # a number of the right kind, and impossible
+        raise
+    except (TypeError, ValueError):
         takes = ", ".join(f.name for f in fields(NOISES[name]))  # type: ignore[arg-type]
         raise InputError(f"{name} noise takes {takes}, got {options}") from None
 
@@ -62,11 +74,16 @@ def get_threat(config: dict[str, Any]) -> Threat:
 __all__ = [
     "NOISES",
     "NORMS",
+    "Ablation",
+    "Bands",
     "Gaussian",
+    "Laplace",
     "Noise",
     "Norm",
+    "RandomBands",
     "Stream",
     "Threat",
+    "Uniform",
     "fresh_seed",
     "get_noise",
     "get_norm",

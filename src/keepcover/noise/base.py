@@ -6,23 +6,34 @@ after an admissible attack. Whatever bounds, methods and promises compute, they 
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from numpy import ndarray
 from scipy.special import expit
 from torch import Tensor
 
+from keepcover.assumption import Assumption
 from keepcover.errors import InputError
-from keepcover.noise.norms import get_norm
+from keepcover.noise.norms import Shape, get_norm
 from keepcover.noise.stream import Stream
 
-Shape = tuple[int, ...]
-FRESH = "The noise of the query is fresh and unknown to the attacker, who may know everything else."
+FRESH = Assumption(
+    "The noise of the query is fresh and unknown to the attacker, who may know everything else.",
+    "library",
+    "Every call draws its key from the operating system, and no request can set one. A seed, which predict takes for "
+    "experiments, breaks it: give none in production.",
+)
+
+
+def pseudorandom(text: str) -> Assumption:
+    """A sentence on random numbers that are computed."""
+    how = "That Philox cannot be told from chance without its key is believed, not proved; tests compare its draws with the law."
+    return Assumption(text, "none", how)
 
 
 class Noise(ABC):
@@ -33,21 +44,39 @@ class Noise(ABC):
         norms: what it certifies; the first is its own, which ``norm=None`` means.
         assumptions: what a guarantee says of it.
         concave: whether ``up`` is concave in q, which RSCP+ needs.
+        hides: whether parts of the input become absent, which the model must be able to see: NaN, or -1 among tokens.
+        deterministic: whether draws are not random: all of :meth:`positions`, one after the other.
+        each: what one evaluation of the model is called.
+        weaker: what makes attacks weaker, for advice: ``a larger sigma``.
+        remedy: what to do with a model that fails under it.
     """
 
     name: ClassVar[str]
     norms: ClassVar[tuple[str, ...]]
     concave: ClassVar[bool] = True
+    hides: ClassVar[bool] = False
+    deterministic: ClassVar[bool] = False
+    each: ClassVar[str] = "draw"
+    weaker: ClassVar[str] = "more noise"
+    remedy: ClassVar[str] = "train it under this noise (keepcover.training.fit_under_noise), or hide or add less"
     assumptions: ClassVar[tuple[str, ...]] = (
         FRESH,
-        "Pseudo-random numbers of a secret seed (Philox) stand in for real noise.",
+        pseudorandom("Pseudo-random numbers of a secret seed (Philox) stand in for real noise."),
     )
 
     @abstractmethod
     def noisy(self, images: Tensor, stream: Stream, ids: Tensor, draws: range) -> Tensor:
         """Images ``[b, ...]`` under keyed noise, ``[b, len(draws), ...]``: independent over ids and draws."""
 
+    def fresh(self, images: Tensor) -> Tensor:
+        """One draw of every image from torch's own generator: for training, where noise needs no key."""
+        ids = torch.randint(2**62, (len(images),), device=images.device)
+        return self.noisy(images, Stream(0, "train"), ids, range(1))[:, 0]
+
     @abstractmethod
+    def worst(self, q: ndarray, epsilon: float, norm: str, shape: Shape) -> Any:
+        """The largest probability to which an attack lifts a set of probability q; :meth:`up` checks and rounds."""
+
     def up(self, q: Any, epsilon: float, norm: str | None = None, shape: Shape | None = None) -> Any:
         """The largest attacked probability of a set of clean probability q, rounded up; nondecreasing, up(1) = 1.
 
@@ -57,14 +86,30 @@ class Noise(ABC):
             norm: in which the radius is measured; the noise's own by default.
             shape: of one input, where the norm's bound depends on it.
         """
+        norm, q = self.check_norm(norm), probabilities(q)
+        if get_norm(norm).check(epsilon) == 0:
+            return q[()]
+        with np.errstate(all="ignore"):
+            moved = self.worst(q, epsilon, norm, self.check_shape(norm, shape))
+        # A formula may round below q or below the truth: up errs upwards. Zero stays zero.
+        return np.where(q == 1, 1.0, np.clip(np.maximum(q, moved * (1 + 1e-12)), 0.0, 1.0))[()]
 
     def through(self, images: Tensor, noisy: Tensor) -> Tensor:
         """``noisy``, with the gradient that an attack may use: by default that of an addition, as if it rounded nothing."""
         return noisy + (images - images.detach())[:, None].to(noisy.dtype)
 
     def grid(self) -> ndarray:
-        """Ascending probabilities at which bounds look, 0 and 1 and the places where ``up`` bends included."""
-        return np.concatenate([[0.0], expit(np.linspace(-200.0, 34.0, 641)), [1.0]])
+        """Ascending probabilities at which bounds look, 0 and 1 included."""
+        odds = [np.linspace(-200.0, -14.0, 94)[:-1], np.linspace(-14.0, 14.0, 561), np.linspace(14.0, 34.0, 21)[1:]]
+        return np.concatenate([[0.0], expit(np.concatenate(odds)), [1.0]])
+
+    def kinks(self, epsilon: float, norm: str, shape: Shape) -> tuple[float, ...]:
+        """Where ``up`` bends: bounds look there too."""
+        return ()
+
+    def positions(self, shape: Shape) -> int:
+        """How many evaluations a deterministic noise needs of one input."""
+        raise InputError(f"{self} is random: it may be drawn any number of times")
 
     @property
     def certifies(self) -> bool:
@@ -75,12 +120,27 @@ class Noise(ABC):
         """Whether ``up`` depends on the shape of the inputs in this norm."""
         return False
 
+    def check_shape(self, norm: str, shape: Shape | None) -> Shape:
+        """The shape of an input, or an error where it is needed and not known."""
+        if shape is None and not self.needs_shape(norm):
+            return ()
+        if shape is None:
+            raise InputError(
+                f"what an attack in {norm} can do under {self} depends on the inputs: give shape=(3, 32, 32) (--shape 3x32x32)"
+            )
+        # An empty one would be an attack on nothing, which changes nothing.
+        if min(shape, default=0) < 1:
+            raise InputError(f"expected the shape of one input, for instance (3, 32, 32), got {shape!r}")
+        return tuple(shape)
+
     def check_norm(self, norm: str | None) -> str:
         """The norm meant, or an error that says what this noise certifies."""
         if norm is None:
             return self.norms[0]
         if norm not in self.norms:
-            raise InputError(f"{self.name} noise certifies the norms {', '.join(self.norms)}, got {norm!r}")
+            raise InputError(
+                f"{self.name} noise certifies attacks in {', '.join(self.norms)}, got {norm!r}; use {get_norm(norm).answer}"
+            )
         return norm
 
     def config(self) -> dict[str, Any]:
@@ -114,12 +174,11 @@ class Threat:
     shape: Shape | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
-            raise InputError(f"expected a finite epsilon >= 0, the radius of the attack, got {self.epsilon}")
         norm = self.noise.check_norm(self.norm)
         object.__setattr__(self, "norm", norm)
-        object.__setattr__(self, "epsilon", float(self.epsilon))
-        object.__setattr__(self, "shape", tuple(self.shape) if self.shape and self.noise.needs_shape(norm) else None)
+        object.__setattr__(self, "epsilon", get_norm(norm).check(self.epsilon))
+        needed = self.noise.needs_shape(norm) and self.shape is not None
+        object.__setattr__(self, "shape", self.noise.check_shape(norm, self.shape) if needed else None)
 
     def up(self, q: Any) -> Any:
         """The largest attacked probability of a set of clean probability q."""
@@ -142,8 +201,10 @@ class Threat:
         return _most(self, alpha)
 
     def grid(self) -> ndarray:
-        """Where bounds look; see :meth:`Noise.grid`."""
-        return self.noise.grid()
+        """Where bounds look: the noise's own probabilities, and where ``up`` bends."""
+        norm, shape = str(self.norm), self.noise.check_shape(str(self.norm), self.shape)
+        bends = self.noise.kinks(self.epsilon, norm, shape) if self.epsilon else ()
+        return np.union1d(self.noise.grid(), np.clip(np.array(bends, dtype=np.float64), 0.0, 1.0))
 
     def config(self) -> dict[str, Any]:
         """For JSON; :func:`keepcover.noise.get_threat` reads it back."""
@@ -157,10 +218,10 @@ class Threat:
     @property
     def reach(self) -> str:
         """How far the attacker may go, in few words: ``L2 0.125``."""
-        return f"{get_norm(str(self.norm)).short} {self.epsilon:g}"
+        return get_norm(str(self.norm)).reach(self.epsilon)
 
     def __str__(self) -> str:
-        return f"has moved it by up to {self.epsilon:g} {get_norm(str(self.norm)).words}"
+        return get_norm(str(self.norm)).deed(self.epsilon, self.shape)
 
 
 @lru_cache(maxsize=4096)

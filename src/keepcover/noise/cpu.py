@@ -10,6 +10,8 @@ quarter and mostly lost: operations of microseconds wait for the interpreter loc
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,13 +57,39 @@ def philox(scratch: NDArray[np.uint64], key: tuple[int, int]) -> tuple[NDArray[n
 
 def gaussian(ids: Tensor, words: tuple[int, int, int, int], draws: range, size: int) -> Tensor:
     """Standard normal noise [len(ids), len(draws), size] in float32, as :func:`keepcover.noise.stream.plain`."""
+
+    def finish(even: NDArray[np.uint32], odd: NDArray[np.uint32], piece: NDArray[Any]) -> None:
+        _box_muller(even, odd, piece.reshape(-1, 2, 2))
+
+    return _filled(ids, words, draws, size, torch.empty(0, 4, dtype=torch.float32), finish)
+
+
+def unit(ids: Tensor, words: tuple[int, int, int, int], draws: range, size: int) -> Tensor:
+    """Uniform numbers [len(ids), len(draws), size] in float64, as :func:`keepcover.noise.stream.plain_unit`."""
+
+    def finish(even: NDArray[np.uint32], odd: NDArray[np.uint32], piece: NDArray[Any]) -> None:
+        bits = (even.astype(np.uint64) << np.uint64(20)) | (odd >> np.uint32(12))
+        np.multiply(bits.T.astype(np.float64) + 0.5, 2.0**-52, out=piece)
+
+    return _filled(ids, words, draws, size, torch.empty(0, 2, dtype=torch.float64), finish)
+
+
+def _filled(
+    ids: Tensor,
+    words: tuple[int, int, int, int],
+    draws: range,
+    size: int,
+    like: Tensor,
+    finish: Callable[[NDArray[np.uint32], NDArray[np.uint32], NDArray[Any]], None],
+) -> Tensor:
+    """[len(ids), len(draws), size]: a counter gives as many numbers as ``like`` has columns, made of its words by ``finish``."""
     k0, k1, low_mask, high_mask = words
-    identity, count = ids.numpy().astype(np.uint64), len(ids) * len(draws)
+    identity, count, per = ids.numpy().astype(np.uint64), len(ids) * len(draws), like.shape[1]
     low = np.repeat((identity & _MASK) ^ np.uint64(low_mask), len(draws))[:, None]
     high = np.repeat((identity >> _WORD) ^ np.uint64(high_mask), len(draws))[:, None]
     draw = np.tile(np.arange(draws.start, draws.stop, draws.step, dtype=np.int64).astype(np.uint64), len(ids))[:, None]
-    position = np.arange(math.ceil(size / 4), dtype=np.uint64)  # a counter gives four words: two Box-Muller pairs
-    out = torch.empty(count, len(position), 4, dtype=torch.float32, device="cpu")
+    position = np.arange(math.ceil(size / per), dtype=np.uint64)
+    out = torch.empty(count, len(position), per, dtype=like.dtype, device="cpu")
     # A piece is some whole rows or, of a row that is too long, a part: contiguous in either case, so reshape copies nothing.
     rows, columns = max(1, _PIECE // max(1, len(position))), min(_PIECE, max(1, len(position)))
     scratch = np.empty(6 * min(rows, count) * columns, dtype=np.uint64)
@@ -72,7 +100,7 @@ def gaussian(ids: Tensor, words: tuple[int, int, int, int], draws: range, size: 
             counters = scratch[: 6 * piece[..., 0].size].reshape(3, 2, *piece.shape[:2])
             counters[0, 0], counters[0, 1] = position[column], low[row]
             counters[1, 0], counters[1, 1] = draw[row], high[row]
-            _box_muller(*philox(counters.reshape(3, 2, -1), (k0, k1)), piece.reshape(-1, 2, 2))
+            finish(*philox(counters.reshape(3, 2, -1), (k0, k1)), piece.reshape(-1, per))
     return out.flatten(1)[:, :size].reshape(len(ids), len(draws), size)
 
 

@@ -1,4 +1,4 @@
-"""Gaussian noise keyed by (seed, role, example, draw): a pure function, the same for any batch, order or resume.
+"""Noise keyed by (seed, role, example, draw): a pure function, the same for any batch, order or resume.
 
 The generator is Philox4x32-10 (Salmon et al. 2011), counter based: the key comes from the seed and the role, the
 counter is (position, draw, example). No state is carried, so nothing depends on who asked for what first.
@@ -14,6 +14,9 @@ The certificates are about x + n with real Gaussian n, and about anything comput
 
 Half a step always goes up. Rounded to even, every second point of the lattice would get the sums that fall on half a step,
 one in some thousands, and the points would differ by that much from their Gaussian probabilities.
+
+Other noises begin with :meth:`Stream.unit`, uniform numbers of 52 bits, and use correctly rounded operations alone (no
+transcendental functions), so that every device gives the same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from math import prod
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepcover.errors import InputError
@@ -73,8 +76,20 @@ def philox(
 
 
 def widened(images: Tensor) -> Tensor:
-    """The same numbers in float32 or, where they come in it, float64: the precision in which noise is added."""
-    return images.to(torch.promote_types(images.dtype, torch.float32))
+    """The same numbers in float32 or, where they come in it, float64: the precision in which noise is added.
+
+    Integers are tokens, which have no precision: they stay what they are.
+    """
+    return images.to(torch.promote_types(images.dtype, torch.float32)) if images.is_floating_point() else images
+
+
+def summable(images: Tensor) -> Tensor:
+    """:func:`widened`, or an error where nothing can be added because the inputs are tokens."""
+    if not images.is_floating_point():
+        raise InputError(
+            f"noise that is added needs float inputs, got {images.dtype}; tokens can be hidden: noise=Ablation(keep)"
+        )
+    return widened(images)
 
 
 def lattice(sigma: float) -> float:
@@ -98,13 +113,30 @@ def to_lattice_(noisy: Tensor, sigma: float) -> Tensor:
     return noisy.mul_(1 / step).add_(0.5).floor_().mul_(step)
 
 
-def plain(ids: Tensor, words: tuple[int, int, int, int], draws: range, size: int) -> Tensor:
-    """The definition of the noise in tensor operations, for devices that have no faster way: [b, len(draws), size]."""
+def added(images: Tensor, noise: Tensor, scale: float) -> Tensor:
+    """``images[:, None] + noise`` in float64, rounded to the lattice of ``scale``, in float32; ``noise`` is overwritten."""
+    return to_lattice_(noise.add_(summable(images)[:, None].to(torch.float64)), scale).float()
+
+
+def _four(ids: Tensor, words: tuple[int, int, int, int], draws: range, counters: int) -> tuple[Tensor, ...]:
+    """The four words of every counter, [b, len(draws), counters] each."""
     k0, k1, low_mask, high_mask = words
-    position = torch.arange(math.ceil(size / 4), device=ids.device)  # a counter gives four words: two Box-Muller pairs
+    position = torch.arange(counters, device=ids.device)
     draw = torch.arange(draws.start, draws.stop, draws.step, device=ids.device)[:, None]
     low, high = ((ids & _MASK) ^ low_mask)[:, None, None], (((ids >> 32) & _MASK) ^ high_mask)[:, None, None]
-    four = philox((position, draw, low, high), (k0, k1))
+    return philox((position, draw, low, high), (k0, k1))
+
+
+def plain_unit(ids: Tensor, words: tuple[int, int, int, int], draws: range, size: int) -> Tensor:
+    """The definition of :meth:`Stream.unit`: two words of a counter give the 52 bits of one number."""
+    four = _four(ids, words, draws, math.ceil(size / 2))
+    bits = torch.stack([(four[pair] << 20) | (four[pair + 1] >> 12) for pair in (0, 2)], dim=-1)
+    return bits.to(torch.float64).add_(0.5).mul_(2.0**-52).flatten(2)[..., :size]
+
+
+def plain(ids: Tensor, words: tuple[int, int, int, int], draws: range, size: int) -> Tensor:
+    """The definition of the noise in tensor operations, for devices that have no faster way: [b, len(draws), size]."""
+    four = _four(ids, words, draws, math.ceil(size / 4))  # two Box-Muller pairs of each counter
     noise = []
     for pair in (0, 2):
         # The angle keeps 24 of its 32 bits, so the last eight continue the radius: 40 bits leave no gaps in the tails.
@@ -157,7 +189,7 @@ class Stream:
         return make(ids, words, draws, prod(shape)).reshape(len(ids), len(draws), *shape)
 
     def noisy(
-        self, images: Float[Tensor, "b ..."], ids: Int[Tensor, " b"], draws: range, sigma: float
+        self, images: Shaped[Tensor, "b ..."], ids: Int[Tensor, " b"], draws: range, sigma: float
     ) -> Float[Tensor, "b d ..."]:
         """``images[:, None] + sigma * gaussian(...)``, rounded to :func:`lattice`, in float32: what the network reads.
 
@@ -170,13 +202,24 @@ class Stream:
             >>> bool(((noisy - (1 + 0.5 * noise)).abs() <= lattice(0.5) / 2).all())
             True
         """
-        images = widened(images)
+        images = summable(images)
         if fused(images.device):
             from keepcover.noise.kernel import add_noise
 
             return add_noise(images, ids.long(), self._words("gaussian"), draws, sigma, lattice(sigma))
         noise = self.gaussian(ids, draws, tuple(images.shape[1:])).mul_(sigma).to(images.dtype)
         return to_lattice_(noise.add_(images[:, None]), sigma).float()
+
+    def unit(self, ids: Int[Tensor, " b"], draws: range, shape: tuple[int, ...]) -> Float[Tensor, "b d ..."]:
+        """Uniform numbers in (0, 1), odd multiples of 2^-53, ``[b, len(draws), *shape]`` in float64: the same bits everywhere.
+
+        Example:
+            >>> Stream(seed=7, role="test").unit(torch.tensor([5]), range(1), (2,))
+            tensor([[[0.8751, 0.4042]]], dtype=torch.float64)
+        """
+        ids = ids.long()
+        make = noise_cpu.unit if ids.device.type == "cpu" else plain_unit
+        return make(ids, self._words("unit"), draws, prod(shape)).reshape(len(ids), len(draws), *shape)
 
     def uniform(self, ids: Int[Tensor, " b"], purpose: str) -> Float[Tensor, " b"]:
         """One U(0, 1) number per example, independent of its noise and of every other purpose."""
@@ -198,8 +241,10 @@ def _unit(words: Tensor, fraction: Tensor | float = 0.5) -> Tensor:
     return (words.to(torch.float32) + fraction) * 2.0**-32
 
 
-def probes(shape: tuple[int, ...], low: float = 0.0, high: float = 1.0) -> Float[Tensor, "4 ..."]:
-    """Four fixed inputs of a shape, in a range: noise, dark noise, bright noise and nearly grey.
+def probes(
+    shape: tuple[int, ...], low: float = 0.0, high: float = 1.0, tokens: bool = False
+) -> Shaped[Tensor, "4 ..."]:
+    """Four fixed inputs of a shape, in a range: noise, dark noise, bright noise and nearly grey; whole numbers for tokens.
 
     From the raw words of Philox, which no version of numpy changes.
 
@@ -210,4 +255,5 @@ def probes(shape: tuple[int, ...], low: float = 0.0, high: float = 1.0) -> Float
     words = np.random.Philox(key=20).random_raw(4 * math.prod(shape)) >> 40
     dark, bright, grey, plain = (words / 2.0**24).reshape(4, *shape)
     values = np.stack([plain, dark**2, 1 - bright**2, 0.375 + grey / 4])
-    return torch.from_numpy((low + ((high - low) or 1.0) * values).astype(np.float32))
+    inputs = low + ((high - low) or 1.0) * values
+    return torch.from_numpy(inputs.clip(low, high).round().astype(np.int64) if tokens else inputs.astype(np.float32))

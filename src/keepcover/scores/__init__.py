@@ -17,10 +17,12 @@ from keepcover.scores.scores import (
     raps,
     top_label,
 )
+from keepcover.scores.tally import GRID, Tally
 from keepcover.scores.transforms import PTT, Steps
 
 __all__ = [
     "APS",
+    "GRID",
     "HPS",
     "PTT",
     "RAPS",
@@ -31,6 +33,7 @@ __all__ = [
     "Reading",
     "Score",
     "Steps",
+    "Tally",
     "aps",
     "as_logits",
     "get_score",
