@@ -7,15 +7,38 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from keepcover.assumption import Assumption
 from keepcover.bounds import exact_level
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.noise import Threat
 from keepcover.promises import Promise
+from keepcover.promises.base import NEVER
 
 GENERAL = (
-    "Calibration and test points are exchangeable before the attack; the holdout is disjoint from both.",
-    "The same model, numerics, score and transform ran at calibration and run at prediction.",
-    "Everything tuned (rule, transform, noise, draws) was tuned on the holdout, never on the calibration points.",
+    Assumption(
+        "Calibration and test points are exchangeable before the attack; the holdout is disjoint from both.",
+        "you",
+        "Calibrate on a random sample of what will be asked. A holdout that keepcover splits off is disjoint; one that you bring "
+        "is not compared with other points. In production keepcover.monitor raises an alarm when outcomes contradict it.",
+    ),
+    Assumption(
+        "The same model, numerics, score and transform ran at calibration and run at prediction.",
+        "library",
+        "A predictor's file keeps the fingerprint of the weights, the structure, the numerics, and what model and score give on "
+        "fixed inputs; loading refuses whatever differs.",
+    ),
+    Assumption(
+        "Everything tuned (rule, transform, noise, draws) was tuned on the holdout, never on the calibration points.",
+        "you",
+        "What keepcover chooses, it chooses on the holdout alone. Your own choices (model, alpha, epsilon, which data) must not "
+        "have looked at calibration points.",
+    ),
+)
+DEPARTING = Assumption(
+    "Apart from what the promise allows for, calibration and test points are exchangeable before the attack; the holdout is "
+    "disjoint from both.",
+    "you",
+    GENERAL[0].how,
 )
 
 
@@ -46,9 +69,12 @@ class Guarantee:
         n: calibration points.
         promise: for whom, how surely and despite what.
         spent: what the method pays of alpha for Monte Carlo error before it takes a quantile.
-        task: when a set is right, in words.
+        task: when a set is right, in words; or what is missed, where ``shares``.
         assumed: what task and method rest on beyond the general assumptions.
         score, transform: as results name them.
+        least: calibration points that a class or group needs for a threshold of its own; 0 where there is one threshold.
+        always: labels that are in every set, or groups whose sets are full, because they have fewer.
+        shares: whether alpha bounds an expected share, a risk, instead of the probability of a miss.
 
     Example:
         >>> from keepcover.noise import Gaussian, Threat
@@ -69,6 +95,9 @@ class Guarantee:
     assumed: tuple[str, ...] = ()
     score: str = "hps"
     transform: str = "none"
+    least: int = 0
+    always: tuple[str, ...] = ()
+    shares: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.alpha) and 0 < self.alpha < 1):
@@ -99,26 +128,51 @@ class Guarantee:
         return self.threat.epsilon
 
     @property
-    def assumptions(self) -> tuple[str, ...]:
-        """What the promise rests on; show it wherever the promise is shown."""
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """What the promise rests on, each with how it is checked; show it wherever the promise is shown."""
         noise = self.threat.noise.assumptions if self.certified else ()
-        return GENERAL + self.assumed + noise + self.promise.assumptions
+        general = (DEPARTING, *GENERAL[1:]) if self.promise.departs else GENERAL
+        return tuple(map(Assumption.of, general + self.assumed + noise + self.promise.assumptions))
 
     def __str__(self) -> str:
         coverage, points = f"{100 * (1 - self.alpha):.6g} %", f"{self.n} calibration points"
-        start = f"{self.promise.confidence}with probability at least {coverage}, {self.task}"
-        start = start[0].upper() + start[1:]
+        start = f"{self.promise.confidence}with probability at least {coverage}{self.promise.whom}, {self.task}"
+        if self.shares:
+            start = f"{self.promise.confidence}{self.task} is at most {100 * self.alpha:.6g} %{self.promise.whom},"
+        start, points = start[0].upper() + start[1:], points + self._few
         if not self.certified:
             return (
-                f"{start} that nobody has attacked{self.promise.sentence} (method {self.method}, {points}); under attack "
+                f"{start} that is not attacked{self.promise.sentence} (method {self.method}, {points}); under attack "
                 f"{self.method} promises nothing."
             )
-        noise = f"{self.threat.noise}, {self.draws} draw{'s' if self.draws != 1 else ''} per query"
+        noise, plural = self.threat.noise, "s" if self.draws != 1 else ""
+        noise = f"{noise}, {self.draws} {noise.each}{plural} per query"
         paid = f", Monte Carlo budget {self.spent:g} inside the {100 * self.alpha:g} %" if self.spent else ""
         return (
             f"{start} even if an adversary {self.threat}{self.promise.sentence} (method {self.method}, {noise}{paid}, "
             f"{points})."
         )
+
+    @property
+    def _few(self) -> str:
+        """What becomes of classes and groups with too few points."""
+        if not self.promise.partition:
+            return f"; always in the set: {_some(self.always)}" if self.always else ""
+        unit = self.promise.partition.unit
+        rest = (
+            "a full set"
+            if unit == "group"
+            else "its labels in every set"
+            if unit == "cluster"
+            else "its label in every set"
+        )
+        here = f", here {_some(self.always)}" if self.always else ""
+        few = (
+            f"a {unit} with fewer than {self.least}"
+            if self.least < NEVER
+            else f"every {unit}, however many its points,"
+        )
+        return f"; {few} has {rest}{here}"
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers and the sentence, for JSON."""
@@ -136,3 +190,7 @@ class Guarantee:
             "statement": str(self),
             "assumptions": list(self.assumptions),
         }
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

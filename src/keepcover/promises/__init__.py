@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from keepcover.promises.base import Clause, Promise, Sample, for_queries, of_truth
+from keepcover.promises.calibration_epsilon import Moved
+from keepcover.promises.clusters import Clusters
+from keepcover.promises.delta import Confidence
+from keepcover.promises.drift import Drift
+from keepcover.promises.label_weights import LabelWeights
+from keepcover.promises.per import PerClass, PerGroup
+from keepcover.promises.poisoned import Poisoned
 
-from keepcover.promises.base import Clause, Promise
+# Hooks run in this order: confidence chooses a rank or a sum, of which poisoned points are then paid.
+CLAUSES: dict[str, type[Clause]] = {
+    kind.keyword: kind for kind in (Confidence, PerClass, Clusters, Poisoned, Moved, Drift, LabelWeights)
+}
 
-CLAUSES: dict[str, Callable[[Any], Clause]] = {}
-
-__all__ = ["CLAUSES", "Clause", "Promise"]
+__all__ = [
+    "CLAUSES",
+    "Clause",
+    "Clusters",
+    "Confidence",
+    "Drift",
+    "LabelWeights",
+    "Moved",
+    "PerClass",
+    "PerGroup",
+    "Poisoned",
+    "Promise",
+    "Sample",
+    "for_queries",
+    "of_truth",
+]

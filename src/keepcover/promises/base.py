@@ -1,47 +1,128 @@
 r"""The second seam: for whom a promise is made, how surely, and despite what.
 
-The plain promise is marginal: on average over calibration points and query. Each clause changes one of three numbers that
-thresholds are made of, and says so in words:
+The plain promise is marginal: on average over calibration points and query. Each clause changes some of what thresholds are
+made of, and says so in words:
 
 - the level: the miscoverage that is left to spend;
 - the rank: which order statistic of n calibration statistics is the threshold;
-- the budget: how large the sum of n bounded losses may be under risk control.
+- the budget: how large the sum of n bounded losses may be under risk control;
+- the cells: which calibration points a threshold comes from, a class, a cluster of classes or a group;
+- the importance of a point under label shift.
 
-Clauses combine because each maps the number that it is given.
+Clauses combine because each maps what it is given. A threshold is a tensor that broadcasts over queries and labels: one number;
+``[K]``, one per label; ``[G, 1]`` or ``[G, K]``, one row per group.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from keepcover.assumption import Assumption
 from keepcover.bounds import conformal_rank, exact_level, order_statistic
 from keepcover.errors import InputError
 from keepcover.noise import Threat
 
-MARGINAL = (
-    "The promise is marginal and per query: not per class, not simultaneous over several alpha or epsilon, not for a level "
-    "picked after seeing sets, and not for the best of many repeated queries."
+AVERAGED = ("the calibration data", "classes", "groups")
+NEVER = 2**62  # points that no one has: what would be needed where no number is enough
+PER_QUERY = (
+    "not simultaneous over several alpha or epsilon, not for a level picked after seeing sets, and not for the best of many "
+    "repeated queries."
 )
 
 
+def average(text: str) -> Assumption:
+    """A sentence on what the promise does not say."""
+    how = (
+        "It bounds what the promise says. Fix alpha and epsilon before you look at sets, and limit repeated queries: keepcover "
+        "serve --repeat-limit."
+    )
+    return Assumption(text, "you", how)
+
+
+MARGINAL = average(f"The promise is marginal and per query: not per class, {PER_QUERY}")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Calibration statistics, and what is known of the points behind them.
+
+    Attributes:
+        statistic: what a rule keeps of every item, ``[items]`` or ``[items, j]``; where points have several, the losses of every
+            row on a grid, ``[rows, grid]``.
+        points: how many points there are; by default one per item, or as many as ``count`` says.
+        count: points of every row, where points have several items.
+        grid: the thresholds of those losses.
+        label, group: the class and the group of every item's or row's points, where a promise asks.
+        importance: of every item's point under label shift; None where all count the same.
+        own: the importance of the query, were the candidate its label.
+    """
+
+    statistic: Tensor
+    points: int = -1
+    count: Tensor | None = None
+    grid: Tensor | None = None
+    label: Tensor | None = None
+    group: Tensor | None = None
+    importance: Tensor | None = None
+    own: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.points < 0:
+            points = len(self.statistic) if self.count is None else int(self.count.sum())
+            object.__setattr__(self, "points", points)
+
+    def __getitem__(self, some: Tensor) -> Sample:
+        """Some of the items or rows."""
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "grid"}
+        kept = {name: value[some.to(value.device)] for name, value in kept.items() if isinstance(value, Tensor)}
+        return replace(self, **kept, points=-1)
+
+
 class Clause:
-    """One thing a promise says beyond the marginal one: a frozen dataclass with one field, named as in ``Promise(...)``.
+    """One thing a promise says beyond the marginal one: a frozen dataclass whose first field is named as in ``Promise(...)``.
 
     Every hook returns what it is given unless the clause changes it.
 
     Attributes:
         keyword: its name in ``Promise(keyword=value)``, on the command line and in saved predictors.
-        marginal: whether the promise is still one on average, for which the marginal assumption must be said.
+        absent: the value besides None that says nothing.
+        settles: what the promise is no longer an average over, among ``AVERAGED``.
         assumptions: what the clause itself rests on.
+        without: what a promise without it does not cover; nothing where the marginal promise says so itself.
+        reads: what it must know of calibration points, among ``label`` and ``group``.
+        excludes: clauses that do not hold together with it, each with the reason.
+        requires: the unit of a clause that it builds on, with what to say where it is missing.
+        unit: what has a threshold of its own, ``class`` or ``group``; nothing where the clause leaves that alone.
+        needs_holdout: whether it chooses something on the holdout.
+        moves_inputs: whether it allows for moved calibration inputs, which only certificates can.
+        departs: whether it allows calibration points and queries not to be exchangeable as they come.
     """
 
     keyword: ClassVar[str]
-    marginal: ClassVar[bool] = True
+    absent: ClassVar[Any] = None
+    settles: ClassVar[tuple[str, ...]] = ()
     assumptions: ClassVar[tuple[str, ...]] = ()
+    without: ClassVar[str] = ""
+    reads: ClassVar[tuple[str, ...]] = ()
+    excludes: ClassVar[dict[str, str]] = {}
+    requires: ClassVar[tuple[str, str] | None] = None
+    unit: ClassVar[str] = ""
+    needs_holdout: ClassVar[bool] | property = False
+    moves_inputs: ClassVar[bool] = False
+    departs: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, value: Any) -> Clause:
+        """The clause with this value, as a user gives it."""
+        return cls(value)  # type: ignore[call-arg]
 
     def level(self, alpha: Fraction) -> Fraction:
         """The miscoverage left to spend of ``alpha``."""
@@ -51,7 +132,7 @@ class Clause:
         """Which order statistic of n is the threshold; above n there is none. ``rank`` is the one without this clause."""
         return rank
 
-    def budget(self, budget: float, n: int, level: Fraction, top: float) -> float:
+    def budget(self, budget: float, n: int | float, level: Fraction, top: float) -> float:
         """How large the sum of n losses in [0, top] may be; below 0 no threshold will do."""
         return budget
 
@@ -59,25 +140,86 @@ class Clause:
         """What an attacker may have done to calibration inputs; None for nothing."""
         return None
 
+    def cells(self, sample: Sample) -> Tensor | None:
+        """Which threshold every item belongs to, 0 and up, where the clause has a :attr:`unit`."""
+        return None
+
+    def count(self, classes: int | None) -> int | None:
+        """How many thresholds there are, where the clause has a :attr:`unit`; None where K is not known yet."""
+        return None
+
+    def of_label(self, classes: int) -> Tensor | None:
+        """The threshold of every candidate label, ``[K]``; None where that does not depend on the label."""
+        return None
+
+    def importance(self) -> Tensor | None:
+        """How much a point of every class counts, ``[K]``; None where all count the same."""
+        return None
+
+    def suspects(self) -> int:
+        """Calibration points that may not be what they were: an audit does not count on them."""
+        return 0
+
+    def moved(self) -> float:
+        """How much coverage the population may have lost since calibration: an audit allows for it."""
+        return 0.0
+
+    def check(self, task: Any) -> None:
+        """Refuse a task that the clause means nothing for."""
+
+    def settled(self, holdout: Any, n: int, alpha: float) -> Clause:
+        """The clause with everything chosen that it leaves to the holdout."""
+        return self
+
     def confidence(self) -> str:
         """How the guarantee's sentence begins, where the promise holds with confidence only: ``with confidence 95 % ...``."""
+        return ""
+
+    def whom(self) -> str:
+        """For whom the probability is promised, after its number: `` for every true class``."""
         return ""
 
     def sentence(self) -> str:
         """A part of the guarantee's sentence, or nothing; it follows a comma."""
         return ""
 
+    def short(self) -> str:
+        """The clause in two or three words, for tables."""
+        return f"{self.keyword.replace('_', ' ')} {self.stated()}"
+
+    def stated(self) -> Any:
+        """The clause's value for JSON."""
+        return getattr(self, fields(self)[0].name)  # type: ignore[arg-type]
+
+    def needs_classes(self, task: Any) -> None:
+        """Refuse a task whose points have no class of their own."""
+        if not task.classed:
+            raise InputError(
+                f"{self.keyword} speaks of the class of every point: it needs a classification task whose labels are all known"
+            )
+
 
 @dataclass(frozen=True, init=False)
 class Promise:
     """Clauses that hold together. ``Promise()`` is the marginal promise.
 
+    Args:
+        delta (float): with confidence 1 - delta over the calibration data, instead of on average over them.
+        per (str | Sequence): ``"class"``, or an array with the group of every point.
+        clusters (str): ``"auto"`` with ``per="class"``: pool classes that behave alike on the holdout.
+        poisoned (int): calibration points that may have been replaced, added or removed.
+        calibration_epsilon (float): how far every calibration input may have been moved before its noise was drawn.
+        drift (float): total variation between the law of calibration points and that of queries.
+        label_weights (Sequence[float]): per class, its share among queries over its share at calibration.
+
     Example:
         >>> promise = Promise()
         >>> promise.rank(99, exact_level(0.1)), promise.budget(99, exact_level(0.1), 1.0)
         (90, 9.0)
-        >>> promise
-        Promise()
+        >>> Promise(delta=0.05, per="class", poisoned=3)
+        Promise(delta=0.05, per='class', poisoned=3)
+        >>> Promise(poisoned=3).rank(99, exact_level(0.1))
+        93
     """
 
     clauses: tuple[Clause, ...] = field(default=())
@@ -87,11 +229,31 @@ class Promise:
 
         unknown = [name for name in clauses if name not in CLAUSES]
         if unknown:
-            known = ", ".join(CLAUSES) or "nothing"
-            raise InputError(f"a promise may say {known} beyond the marginal one, got {unknown[0]!r}")
+            raise InputError(f"a promise may say {', '.join(CLAUSES)} beyond the marginal one, got {unknown[0]!r}")
         # In the order of the registry, whatever the order of the arguments: equal promises are equal values.
-        made = tuple(kind(clauses[name]) for name, kind in CLAUSES.items() if clauses.get(name) is not None)
-        object.__setattr__(self, "clauses", made)
+        made = [kind.of(clauses[name]) for name, kind in CLAUSES.items() if clauses.get(name) is not None]
+        said = {clause.keyword: clause for clause in made if clause.absent is None or clause.stated() != clause.absent}
+        for clause in said.values():
+            if clause.requires is not None and clause.requires[0] not in (other.unit for other in made):
+                raise InputError(clause.requires[1])
+            for other, why in clause.excludes.items():
+                if other in said:
+                    raise InputError(f"{clause.keyword} and {other} do not hold together: {why}; leave one out")
+        object.__setattr__(self, "clauses", tuple(said.values()))
+
+    @classmethod
+    def of(cls, value: Any) -> Promise:
+        """A promise, the marginal one for None; anything else is refused.
+
+        Example:
+            >>> Promise.of(None)
+            Promise()
+        """
+        if value is not None and not isinstance(value, Promise):
+            raise InputError(f"expected a Promise, such as Promise(per='class'), got {value!r}")
+        return cls() if value is None else value
+
+    # -- numbers ---------------------------------------------------------------------------------------------------------
 
     def level(self, alpha: float | Fraction) -> Fraction:
         """The miscoverage that calibration may spend of ``alpha``, in exact arithmetic."""
@@ -107,13 +269,31 @@ class Promise:
             rank = clause.rank(rank, n, level)
         return rank
 
-    def quantile(self, statistic: Tensor, level: Fraction) -> float:
-        """The threshold at this miscoverage: an order statistic, never interpolated; +inf if there is none."""
-        return order_statistic(statistic, self.rank(len(statistic), level))
+    def share(self, n: int, level: float) -> float:
+        """The share of points above the threshold to expect at this level: what clauses add to the rank is taken off."""
+        if not self.clauses:
+            return level
+        return level - (self.rank(n, Fraction(level)) - conformal_rank(n, Fraction(level))) / (n + 1)
 
-    def budget(self, n: int, level: Fraction, top: float) -> float:
-        """How large the sum of n calibration losses in [0, top] may be: the next point may add ``top``."""
-        budget = float(level) * (n + 1) - top
+    def quantile(self, sample: Sample | Tensor, level: Fraction) -> float:
+        r"""The threshold at this miscoverage: an order statistic, never interpolated; +inf if there is none.
+
+        Under label shift, the smallest value below or at which lies a weight of :math:`(1 - level)(\sum_i w_i + w)`, w the query's.
+        """
+        sample = Sample(sample) if isinstance(sample, Tensor) else sample
+        if sample.grid is not None:
+            raise InputError("a quantile needs one thing to cover per point; use exact_asymmetric for several")
+        if sample.importance is None:
+            return order_statistic(sample.statistic, self.rank(sample.points, level))
+        values, order = sample.statistic.sort()
+        weights = sample.importance.to(values.device)[order].cumsum(dim=0)
+        needed = float((1 - level) * (1 + Fraction(1, 10**12))) * (float(weights[-1]) + sample.own)
+        at = int(torch.searchsorted(weights, needed))
+        return float(values[at]) if at < len(values) else math.inf
+
+    def budget(self, n: int | float, level: Fraction, top: float, own: float = 1.0) -> float:
+        """How large the sum of n calibration losses in [0, top] may be: the next point, which weighs ``own``, may add ``top``."""
+        budget = float(level) * (n + own) - own * top
         for clause in self.clauses:
             budget = clause.budget(budget, n, level, top)
         return budget
@@ -142,19 +322,125 @@ class Promise:
             >>> Promise().points_needed(exact_level(0.1))
             9
         """
-        high = 1
-        while self.rank(high, level) > high:
-            high *= 2
-        low = high // 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.rank(middle, level) > middle else (low, middle)
-        return high
+        return smallest(lambda n: self.rank(n, level) <= n, 1)
+
+    @property
+    def suspects(self) -> int:
+        """Calibration points that may not be what they were."""
+        return sum(clause.suspects() for clause in self.clauses)
+
+    @property
+    def moved(self) -> float:
+        """How much coverage the population may have lost since calibration."""
+        return sum((clause.moved() for clause in self.clauses), 0.0)
+
+    # -- thresholds ------------------------------------------------------------------------------------------------------
+
+    @property
+    def partition(self) -> Clause | None:
+        """The clause that says what has a threshold of its own."""
+        return next((clause for clause in reversed(self.clauses) if clause.unit), None)
+
+    @property
+    def reads(self) -> set[str]:
+        """What must be known of calibration points: ``label``, ``group``."""
+        return {what for clause in self.clauses for what in clause.reads}
+
+    @property
+    def groups(self) -> Any:
+        """The clause that promises per group; None where none does."""
+        return self.partition if "group" in self.reads else None
+
+    def cells(self, classes: int | None) -> int:
+        """How many cells calibration points are divided among."""
+        return (self.partition.count(classes) or 1) if self.partition else 1
+
+    def parts(self, sample: Sample, classes: int | None) -> list[Sample]:
+        """The calibration points that each threshold comes from."""
+        if self.partition is None:
+            return [sample]
+        cell = self.partition.cells(sample)
+        assert cell is not None
+        return [sample[cell == at] for at in range(self.cells(classes))]
+
+    def thresholds(self, sample: Sample, classes: int | None, threshold_of: Callable[[Sample], float]) -> Tensor:
+        """Every threshold, each from its own points: a tensor that broadcasts, see this module's beginning.
+
+        Args:
+            sample: all calibration statistics.
+            classes: K, where labels have thresholds of their own.
+            threshold_of: the threshold of one part, +inf for everything.
+        """
+        weights = next((w for w in (clause.importance() for clause in self.clauses) if w is not None), None)
+        if weights is not None:
+            assert sample.label is not None
+            sample = replace(sample, importance=weights.to(sample.label.device)[sample.label])
+        parts, made = self.parts(sample, classes), {}
+        own = [1.0] if weights is None else weights.tolist()
+
+        def made_of(cell: int, weight: float) -> float:
+            if (cell, weight) not in made:
+                part = replace(parts[cell], own=weight)
+                made[cell, weight] = threshold_of(part) if part.points else math.inf
+            return made[cell, weight]
+
+        place = self.partition.of_label(classes or 0) if self.partition else None
+        if place is not None:
+            table = [[made_of(cell, own[k % len(own)]) for k, cell in enumerate(place.tolist())]]
+        else:
+            table = [[made_of(cell, weight) for weight in own] for cell in range(len(parts))]
+        values = torch.tensor(table, dtype=torch.float64)
+        if self.groups is not None:
+            return values
+        return values[0] if values.shape[1] > 1 or place is not None else values[0, 0]
+
+    def check(self, task: Any) -> None:
+        """Refuse a task that a clause means nothing for."""
+        for clause in self.clauses:
+            clause.check(task)
+
+    @property
+    def needs_holdout(self) -> bool:
+        """Whether a clause chooses something on the holdout."""
+        return any(clause.needs_holdout for clause in self.clauses)
+
+    def settled(self, holdout: Any, n: int, alpha: float) -> Promise:
+        """The promise with everything chosen that it leaves to the holdout."""
+        made = Promise()
+        object.__setattr__(made, "clauses", tuple(clause.settled(holdout, n, alpha) for clause in self.clauses))
+        return made
+
+    # -- words -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def short(self) -> str:
+        """The promise in a few words, for tables.
+
+        Example:
+            >>> Promise(delta=0.05, per="class").short, Promise().short
+            ('delta 0.05, per class', 'marginal')
+        """
+        return ", ".join(clause.short() for clause in self.clauses if clause.unit in ("", self._unit)) or "marginal"
+
+    @property
+    def _unit(self) -> str:
+        return self.partition.unit if self.partition else ""
+
+    @property
+    def departs(self) -> bool:
+        """Whether calibration points and queries need not be exchangeable as they come."""
+        return any(clause.departs for clause in self.clauses)
 
     @property
     def confidence(self) -> str:
-        """How the guarantee's sentence begins."""
-        return "".join(f"{words}, " for words in (clause.confidence() for clause in self.clauses) if words)
+        """How the guarantee's sentence begins. A confidence is that of one threshold: of each, not of all at once."""
+        each = f" for each {self._unit} on its own" if self.partition else ""
+        return "".join(f"{words}{each}, " for words in (clause.confidence() for clause in self.clauses) if words)
+
+    @property
+    def whom(self) -> str:
+        """For whom the probability is promised."""
+        return self.partition.whom() if self.partition else ""
 
     @property
     def sentence(self) -> str:
@@ -163,13 +449,104 @@ class Promise:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What the promise rests on."""
-        own = (MARGINAL,) if all(clause.marginal for clause in self.clauses) else ()
-        return own + tuple(line for clause in self.clauses for line in clause.assumptions)
+        """What the promise rests on, and what it does not say."""
+        settled = {what for clause in self.clauses for what in clause.settles}
+        left = [what for what in AVERAGED if what not in settled]
+        over = " and ".join(filter(None, [", ".join(left[:-1]), *left[-1:]]))
+        said = f"The promise is an average over {over}, and per query: {PER_QUERY}"
+        own = [average(said) if settled else MARGINAL]
+        if self.confidence and self.partition:
+            how = f"It bounds what the promise says: divide delta by the number of them to have every {self._unit} at once."
+            text = f"The confidence is that of every {self._unit} on its own; for all of them at once, ask for delta divided by their number."
+            own.append(Assumption(text, "you", how))
+        return (*own, *(line for clause in self.clauses for line in clause.assumptions))
+
+    @property
+    def budgets(self) -> dict[str, str]:
+        """What every clause that could be said allows for here, in words: poison, drift and the like."""
+        from keepcover.promises import CLAUSES
+
+        said = {clause.keyword: clause.sentence() for clause in self.clauses}
+        return {name: said.get(name) or without for name, kind in CLAUSES.items() if (without := kind.without)}
 
     def config(self) -> dict[str, Any]:
         """The clauses by keyword, for JSON: ``Promise(**config)`` is the same promise."""
-        return {clause.keyword: next(iter(asdict(clause).values())) for clause in self.clauses}  # type: ignore[call-overload]
+        return {clause.keyword: clause.stated() for clause in self.clauses}
 
     def __repr__(self) -> str:
         return f"Promise({', '.join(f'{name}={value!r}' for name, value in self.config().items())})"
+
+
+def for_queries(threshold: Tensor, group: Tensor | None) -> Tensor:
+    """The threshold of every query and label, which broadcasts against ``[n, K]``; the group -1 gets the largest of all.
+
+    Example:
+        >>> for_queries(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1, -1]))[:, 0]
+        tensor([1., 2., 2.])
+    """
+    if threshold.ndim < 2:
+        return threshold
+    if group is None:
+        raise InputError("the promise is per group, so every query must say its group: give groups=, one per query")
+    return torch.cat([threshold, threshold.amax(dim=0, keepdim=True)])[group.to(threshold.device)]
+
+
+def of_truth(threshold: Tensor, label: Tensor | None, group: Tensor | None) -> Tensor:
+    """The threshold that the truth of every query is compared with: one number, or one per query.
+
+    Example:
+        >>> of_truth(torch.tensor([1.0, 2.0]), torch.tensor([1, 1, 0]), None)
+        tensor([2., 2., 1.])
+    """
+    own = for_queries(threshold, group)
+    if own.ndim == 0 or own.shape[-1] == 1:
+        return own.squeeze(-1) if own.ndim == 2 else own
+    assert label is not None
+    place = label.to(own.device)
+    return own[place] if own.ndim == 1 else own.gather(1, place[:, None])[:, 0]
+
+
+def number(value: Any, expected: str) -> float:
+    """A number as the user typed it, from any library: a float32 0.05 is meant as 1/20.
+
+    Example:
+        >>> number(torch.tensor(0.05), "a share")
+        0.05
+    """
+    try:
+        return float(str(np.asarray(value)[()]))
+    except (TypeError, ValueError):
+        raise InputError(f"expected {expected}, got {value!r}") from None
+
+
+def smallest(holds: Callable[[int], Any], low: int, high: int = NEVER) -> int:
+    """The smallest whole number from ``low`` on where ``holds`` is true, true from there on; ``high`` where there is none below.
+
+    Example:
+        >>> smallest(lambda n: n * n >= 50, 1), smallest(lambda n: n > 20, 1, 16)
+        (8, 16)
+    """
+    step, end = 1, min(low, high)
+    while end < high and not holds(end):
+        low, step = end + 1, 2 * step
+        end = min(end + step, high)
+    while low < end:
+        middle = (low + end) // 2
+        low, end = (low, middle) if holds(middle) else (middle + 1, end)
+    return low
+
+
+def largest(holds: Callable[[float], Any]) -> float | None:
+    """The largest share in [0, 1] where ``holds`` is true, true up to there, rounded down; None where it is true nowhere.
+
+    Example:
+        >>> round(largest(lambda share: share <= 0.3), 6)
+        0.3
+    """
+    low, high = 0.0, 1.0
+    if not holds(low):
+        return None
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
