@@ -12,7 +12,8 @@ from torch import Tensor
 from keepcover.errors import InputError
 from keepcover.guarantee import Guarantee
 from keepcover.noise import Stream
-from keepcover.scores import Items, Reading
+from keepcover.promises import of_truth
+from keepcover.scores import GRID, Items, Reading
 
 Rule = Any  # a keepcover.methods.Rule: tasks are handed rules, and methods come after tasks
 
@@ -35,6 +36,8 @@ class Sets(Protocol):
 
     @property
     def size(self) -> Tensor: ...
+    @property
+    def traits(self) -> ndarray: ...
     def covers(self, truth: Any) -> Tensor: ...
     def measure(self, truth: Any) -> Measured: ...
     def rows(self) -> list[dict[str, Any]]: ...
@@ -52,20 +55,40 @@ class Task(ABC):
         words: when a set is right, as the guarantee says it.
         assumptions: what the promise rests on because of the task.
         open_labels: whether -1 stands for the truth of a point that no set can hold.
+        single: whether every point has one thing to cover; else its :meth:`items` have weights.
+        shares: whether the promise bounds an expected share of what is missed, which ``words`` name, instead of a probability.
+        attacks: what an audit tries unless told otherwise.
+        early: whether a set holds labels ``[n, K]`` that are decided one by one, so that drawing can stop when all are.
     """
 
     name: ClassVar[str]
     words: ClassVar[str]
     assumptions: ClassVar[tuple[str, ...]] = ()
     open_labels: bool = False
+    single: ClassVar[bool] = True
+    shares: ClassVar[bool] = False
+    attacks: ClassVar[tuple[str, ...]] = ("margin",)
+    early: ClassVar[bool] = False
 
     @abstractmethod
     def seen(self, outputs: Tensor) -> Task:
         """The task with everything that the model's outputs ``[n, N, ...]`` fix, or an error where they do not fit."""
 
+    def unfit(self, method: Any) -> str:
+        """Why a method cannot make sets for this task, and what can; empty where it can."""
+        if method.things == "one" and not self.single:
+            return f"{method.name} needs one thing to cover per point, and {self.name} has several; choose exact_asymmetric or one_draw"
+        if method.things == "several" and self.single:
+            return f"{method.name} is for several things to cover per point, and {self.name} has one; choose rcp1, which is the same"
+        return ""
+
     @abstractmethod
     def check_truth(self, truth: Any, n: int) -> Tensor:
         """The truth of n points as a tensor, or an error that says what is wrong with it."""
+
+    def counted(self, truth: Tensor) -> int:
+        """How many outputs a model for this truth has, as far as the truth tells."""
+        return 1
 
     @property
     @abstractmethod
@@ -90,6 +113,15 @@ class Task(ABC):
     def items(self, outputs: Tensor, truth: Tensor, reading: Reading, u: Tensor) -> Items:
         """The noisy scores of what must not be missed."""
 
+    @property
+    def thresholds(self) -> Tensor:
+        """What thresholds are chosen from where :attr:`single` is not: fixed before any data, the last one safe for every query."""
+        return GRID
+
+    def thinned(self, outputs: Tensor, items: Items) -> tuple[Tensor, Items]:
+        """As much of noisy outputs and items as choosing a rule takes: of large outputs a sample."""
+        return outputs, items
+
     @abstractmethod
     def prepare(self, outputs: Tensor, reading: Reading, u: Tensor) -> Any:
         """Noisy outputs as rules of this reading look at them: once for all rules."""
@@ -106,6 +138,14 @@ class Task(ABC):
     def sizes(self, inside: Tensor) -> Tensor:
         """The size of every set, ``[n]``."""
 
+    def sized(self, size: float) -> str:
+        """A mean size in words."""
+        return f"{size:.2f} of {self.candidates} labels"
+
+    def sizes_on_grid(self, summary: Tensor, rule: Rule) -> Tensor:
+        """The size of every set at every threshold of the grid, ``[n, grid]``, where :attr:`single` is not."""
+        raise InputError(f"{self.name} has one thing to cover per point: its thresholds are on no grid")
+
     @abstractmethod
     def union(self, first: Tensor, second: Tensor) -> Tensor:
         """Sets that hold what either holds: a superset keeps the promise."""
@@ -114,19 +154,42 @@ class Task(ABC):
     def sets(self, inside: Tensor, guarantee: Guarantee, draws_used: Tensor | None = None) -> Any:
         """What users read."""
 
+    def everything(self, n: int) -> Tensor | None:
+        """The largest sets of n queries, where they are known without running the model."""
+        return None
+
     @abstractmethod
     def profile(self, outputs: Tensor, u: Tensor, thresholds: ndarray) -> ndarray:
         """How large the sets of count rules would be, ``[thresholds, N + 1]``: the mean measure of candidates whose scores
         exceed each threshold in exactly j of the N draws.
         """
 
+    def climb(self, outputs: Tensor, truth: Tensor, rule: Rule, threshold: Tensor, u: Tensor) -> Tensor:
+        """What an attacker raises, one differentiable number per point: the nearer to a miss the higher, as
+        :meth:`keepcover.methods.Rule.climb` states it.
+        """
+        items = self.items(outputs, truth, Reading(rule.reading.order), u)
+        own = of_truth(threshold, self.label_of(truth), None)
+        margin = rule.climb(items.draws, own.to(outputs.device) if own.ndim else own)
+        if not items.several:
+            return margin
+        weight, owner = items.weights
+        # What is missed already need not be missed by more; what is far from it pulls a little.
+        reached = torch.sigmoid(margin) + 0.1 * margin.clamp_max(0.0)
+        return reached.new_zeros(items.points).index_add(0, owner, weight.to(reached.dtype) * reached)
+
     def right(self, outputs: Tensor, truth: Tensor) -> Tensor | None:
         """The share of draws on which each point is right, for warnings; None where the task has no such notion."""
         return None
 
-    def groups(self, truth: Tensor) -> Tensor | None:
-        """The class of every point, for breakdowns; None where there are none."""
+    def label_of(self, truth: Tensor) -> Tensor | None:
+        """The class of every point, for promises per class and for breakdowns; None where there are none."""
         return None
+
+    @property
+    def classed(self) -> bool:
+        """Whether every point has a class, which :meth:`label_of` tells."""
+        return False
 
     @abstractmethod
     def probe(self) -> Tensor:

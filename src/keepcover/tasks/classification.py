@@ -7,22 +7,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from numpy import ndarray
 from torch import Tensor
 
+from keepcover.assumption import Assumption
 from keepcover.errors import InputError
 from keepcover.guarantee import Guarantee
 from keepcover.noise import Stream
 from keepcover.noise.stream import probes
 from keepcover.scores import SCORES, CustomScore, Draws, Items, Reading, Score, get_score, top_label
-from keepcover.scores.draws import joined, on_device, pieces
-from keepcover.tasks.base import Rule, Task
+from keepcover.scores.draws import joined, pieces
+from keepcover.tasks.candidates import Candidates
 from keepcover.tasks.metrics import check_labels
 from keepcover.tasks.sets import PredictionSets
 
 
 @dataclass(frozen=True)
-class Classification(Task):
+class Classification(Candidates):
     """Label sets from logits ``[n, N, K]``.
 
     Attributes:
@@ -44,6 +44,8 @@ class Classification(Task):
     open_labels: bool = False
 
     name = "classification"
+    attacks = ("softmax", "margin")
+    early = True
     words = "the set contains the true label of a query"
 
     def __post_init__(self) -> None:
@@ -70,8 +72,11 @@ class Classification(Task):
 
     @property
     def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
-        closed = (
-            "The true label is one of the classes that the model has: a query of another class is missed by every set."
+        closed = Assumption(
+            "The true label is one of the classes that the model has: a query of another class is missed by every set.",
+            "you",
+            "A query of another class is a miss, so keepcover.monitor raises an alarm when they are many; open_labels counts those "
+            "among the calibration points.",
         )
         return () if self.open_labels else (closed,)
 
@@ -91,7 +96,10 @@ class Classification(Task):
         return self if self.classes == classes else replace(self, classes=classes)
 
     def check_truth(self, truth: Any, n: int) -> Tensor:
-        return check_labels(truth, n, self.classes or 2**31, -int(self.open_labels))
+        return check_labels(truth, n, self.classes, -int(self.open_labels))
+
+    def counted(self, truth: Tensor) -> int:
+        return int(truth.max()) + 1
 
     def uniform(self, stream: Stream, ids: Tensor) -> Tensor:
         return stream.uniform(ids, "aps") if self._score.randomized else torch.zeros(len(ids), device=ids.device)
@@ -121,38 +129,25 @@ class Classification(Task):
         values = joined([self._score.order_of(outputs[p], labels[p], u[p, None]) for p in pieces(outputs)])
         return Items.single(Draws(values if reading.transform is None else reading.transform(values)))
 
-    def summary(self, prepared: Draws, rule: Rule, v: Tensor) -> Tensor:
-        return rule.test_statistic(prepared.first(rule.test_draws), v)
-
     def fit(self, scores: Tensor, reading: Reading) -> Tensor:
         """How well labels fit, in [0, 1], from their scores as rules of this reading see them: what people are shown."""
         return self._score.support(scores) if reading.order and reading.transform is None else 1 - scores
 
-    def inside(self, summary: Tensor, rule: Rule, threshold: Tensor) -> Tensor:
-        return summary <= on_device(threshold, summary)
-
-    def sizes(self, inside: Tensor) -> Tensor:
-        return inside.sum(dim=1)
-
-    def union(self, first: Tensor, second: Tensor) -> Tensor:
-        return first | second
-
     def sets(self, inside: Tensor, guarantee: Guarantee, draws_used: Tensor | None = None) -> PredictionSets:
         return PredictionSets(inside, guarantee, self.class_names, draws_used)
 
-    def profile(self, outputs: Tensor, u: Tensor, thresholds: ndarray) -> ndarray:
-        total = torch.zeros(len(thresholds) * (outputs.shape[1] + 1), dtype=torch.int64, device=outputs.device)
-        for part in pieces(outputs):
-            rows = self.prepare(outputs[part], Reading(order=True), u[part]).values.flatten(0, 1)
-            total += exceedances(rows, thresholds)
-        table: ndarray = total.reshape(len(thresholds), -1).double().cpu().numpy()
-        return table / len(outputs)
+    def everything(self, n: int) -> Tensor | None:
+        return None if self.classes is None else torch.ones(n, self.classes, dtype=torch.bool)
 
     def right(self, outputs: Tensor, truth: Tensor) -> Tensor:
         return (top_label(outputs) == truth[:, None]).double().mean(dim=1)
 
-    def groups(self, truth: Tensor) -> Tensor | None:
-        return None if self.open_labels else truth
+    def label_of(self, truth: Tensor) -> Tensor | None:
+        return truth if self.classed else None
+
+    @property
+    def classed(self) -> bool:
+        return not self.open_labels
 
     def probe(self) -> Tensor:
         logits, u = probes((self.classes or 2,), -4.0, 4.0), torch.tensor([0.2, 0.4, 0.6, 0.8])
@@ -185,24 +180,3 @@ class Classification(Task):
             raise InputError(f"this predictor was calibrated with score {saved}, not {score.config()}")
         names: Sequence[str] | None = config["class_names"]
         return cls(score, None if names is None else tuple(names), config["classes"], config["open_labels"])
-
-
-def exceedances(rows: Tensor, thresholds: ndarray) -> Tensor:
-    """How many rows ``[r, N]`` exceed each threshold in exactly j of their draws, flat ``[thresholds * (N + 1)]``.
-
-    Example:
-        >>> import numpy as np
-        >>> exceedances(torch.tensor([[0.1, 0.9], [0.2, 0.3]]), np.array([0.5, np.inf])).view(2, 3)
-        tensor([[1, 1, 0],
-                [2, 0, 0]])
-    """
-    grid = torch.as_tensor(thresholds, device=rows.device).to(rows.dtype)
-    bins = rows.shape[1] + 1
-    offset = torch.arange(len(grid), device=rows.device) * bins
-    total = torch.zeros(len(grid) * bins, device=rows.device, dtype=torch.int64)
-    step = max(1, 4_000_000 // len(grid))
-    for at in range(0, len(rows), step):
-        part = rows[at : at + step].sort(dim=-1).values
-        count = rows.shape[1] - torch.searchsorted(part, grid.expand(len(part), -1).contiguous(), right=True)
-        total += torch.bincount((count + offset).flatten(), minlength=len(total))
-    return total

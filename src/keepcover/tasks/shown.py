@@ -1,0 +1,91 @@
+"""Sets and tables as notebooks, data frames and JSON take them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+from torch import Tensor
+
+from keepcover.errors import InputError
+from keepcover.guarantee import Guarantee
+
+MOST = 20  # rows that a notebook shows
+BINS = 32  # values that a trait has
+
+
+def leading(values: ndarray) -> ndarray:
+    """The sign, two bits of the exponent and two of the mantissa.
+
+    Example:
+        >>> leading(np.array([1.0, 1.3, 2.0, 32.0, -1.0, np.inf, np.nan]))
+        array([ 4,  5,  8,  8, 20,  0,  0])
+    """
+    finite = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+    mantissa, exponent = np.frexp(np.abs(finite))
+    bits = 4 * (exponent % 4) + np.maximum(8 * mantissa - 4, 0).astype(int)
+    return np.where(finite == 0, 0, bits) + BINS // 2 * (finite < 0)
+
+
+def html_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A plain table; every text is escaped.
+
+    Example:
+        >>> html_table(["a"], [["<b>"]])
+        '<table><thead><tr><th>a</th></tr></thead><tbody><tr><td>&lt;b&gt;</td></tr></tbody></table>'
+    """
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr></thead><tbody>{body}</tbody></table>"
+
+
+class Shown:
+    """What every kind of sets can be turned into, from its rows and its guarantee."""
+
+    guarantee: Guarantee
+
+    @abstractmethod
+    def rows(self) -> list[dict[str, Any]]:
+        """One dictionary per set."""
+
+    @property
+    @abstractmethod
+    def size(self) -> Tensor:
+        """How much every set holds."""
+
+    @property
+    def traits(self) -> ndarray:
+        """All that a monitor keeps of every set: ``[n, traits]`` of whole numbers below ``BINS``; the leading bits of its size."""
+        return leading(self.size.double().cpu().numpy())[:, None]
+
+    def answers(self) -> list[dict[str, Any]]:
+        """One dictionary per set as a service sends it."""
+        return self.rows()
+
+    @abstractmethod
+    def arrays(self) -> dict[str, Tensor]:
+        """What the sets are, as arrays with one row per set, by name."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rows and what they promise, for JSON."""
+        return {"guarantee": self.guarantee.to_dict(), "rows": self.rows()}
+
+    def to_pandas(self) -> Any:
+        """A data frame with one row per set; ``frame.attrs["guarantee"]`` is what they promise. Needs pandas."""
+        try:
+            import pandas  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
+        except ImportError:
+            raise InputError("a data frame needs pandas; install it, or use to_dict() or rows()") from None
+        frame = pandas.DataFrame(self.rows())
+        frame.attrs["guarantee"] = str(self.guarantee)
+        return frame
+
+    def _repr_html_(self) -> str:
+        rows = self.rows()
+        head = [name for name in (rows[0] if rows else ()) if name != "trivial"]
+        table = html_table(["", *head], ([i, *(row[name] for name in head)] for i, row in enumerate(rows[:MOST])))
+        more = f"<p>{len(rows) - MOST} more</p>" if len(rows) > MOST else ""
+        return f"<p>{escape(repr(self).splitlines()[0])}</p>{table}{more}<p>{escape(str(self.guarantee))}</p>"
