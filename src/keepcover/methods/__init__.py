@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from keepcover.errors import InputError
+from keepcover.methods.bands import AllBands
 from keepcover.methods.base import Asked, Explanation, Method, Rule, with_options
 from keepcover.methods.bincp import BinCP, BinCPSharp, BinCPThreshold
 from keepcover.methods.cas import CAS, CASTestTime
 from keepcover.methods.cp import SmoothedCP, SplitCP
 from keepcover.methods.exact import RCP1, Auto, Exact, ExactAsymmetric
 from keepcover.methods.holdout import Holdout
+from keepcover.methods.one_draw import OneDrawControl
 from keepcover.methods.rscp import RSCP, RSCPPlus
+from keepcover.noise import Noise
 from keepcover.scores import PTT
+from keepcover.tasks import Task
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -25,6 +29,8 @@ METHODS: dict[str, Method] = {
         Exact(),
         ExactAsymmetric(),
         RCP1(),
+        OneDrawControl(),
+        AllBands(),
         BinCP(),
         BinCPSharp(),
         BinCPThreshold(),
@@ -52,6 +58,18 @@ def get_method(method: str | Method, **options: Any) -> Method:
     return with_options(method, **options) if options else method
 
 
+def usable(noise: Noise, task: Task | None = None) -> list[str]:
+    """The methods whose theorems hold under a noise, and that make sets for a task, by name.
+
+    Example:
+        >>> from keepcover.noise import Bands
+        >>> "exact" in usable(Bands(4)), "bands" in usable(Bands(4))
+        (False, True)
+    """
+    fit = [name for name, method in METHODS.items() if not method.unfit(noise)]
+    return [name for name in fit if task is None or not task.unfit(METHODS[name])]
+
+
 def saved_method(name: str, options: dict[str, Any]) -> Method:
     """A method of a saved predictor: its options are plain values there."""
     if isinstance(options.get("transform"), dict):
@@ -64,6 +82,7 @@ __all__ = [
     "METHODS",
     "RCP1",
     "RSCP",
+    "AllBands",
     "Asked",
     "Auto",
     "BinCP",
@@ -75,11 +94,13 @@ __all__ = [
     "Explanation",
     "Holdout",
     "Method",
+    "OneDrawControl",
     "RSCPPlus",
     "Rule",
     "SmoothedCP",
     "SplitCP",
     "get_method",
     "saved_method",
+    "usable",
     "with_options",
 ]

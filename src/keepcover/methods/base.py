@@ -9,8 +9,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,10 +19,12 @@ from keepcover.bounds import Counts, conformal_law, covered_at_most, covered_at_
 from keepcover.errors import InputError
 from keepcover.guarantee import Guarantee, warn_of_coverage
 from keepcover.methods.holdout import Holdout
-from keepcover.noise import Threat, get_threat
-from keepcover.promises import Promise
-from keepcover.scores import PTT, Draws, Items, Reading, Steps
+from keepcover.noise import Noise, Threat, get_threat
+from keepcover.promises import Promise, Sample
+from keepcover.scores import PTT, Draws, Items, Reading, Steps, Tally
 from keepcover.tasks import Task
+
+Held = TypeVar("Held", Items, Tally)  # what calibration keeps of points, with one thing to cover or several
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,15 @@ class Asked:
     def per_point(self) -> int:
         """Draws per calibration point."""
         return self.draws if self.calibration_draws is None else self.calibration_draws
+
+    @property
+    def cell_points(self) -> int:
+        """Calibration points to expect behind one threshold."""
+        return max(1, self.n // self.promise.cells(self.candidates))
+
+    def settled(self, holdout: Holdout | None) -> Asked:
+        """With everything chosen that the promise leaves to the holdout."""
+        return replace(self, promise=self.promise.settled(holdout, self.n, self.alpha))
 
     @property
     def counts(self) -> Counts:
@@ -79,6 +91,8 @@ class Method(ABC):
         name: in the command line, JSON and saved predictors.
         certified: whether coverage is proved under attack.
         compares_only: uses only the order of scores, so :meth:`Score.order` serves it and PTT cannot help it.
+        things: how many things to cover per point its theorem takes: ``one``, ``several`` of different weight, or ``any``.
+        counts: its rules keep a candidate iff few enough of its draws exceed a threshold (:attr:`Rule.counting`).
         uses_holdout: looks at the holdout; methods that do not may add it to their calibration points.
         draw_rule: ``free``, ``same`` (calibration and test draws must agree for the statistics to be exchangeable) or
             ``one``.
@@ -91,6 +105,8 @@ class Method(ABC):
     name: str
     certified: ClassVar[bool]
     compares_only: ClassVar[bool] = False
+    things: ClassVar[str] = "one"
+    counts: ClassVar[bool] = False
     uses_holdout: ClassVar[bool] = False
     draw_rule: ClassVar[str] = "free"
     least_draws: ClassVar[int] = 1
@@ -105,6 +121,10 @@ class Method(ABC):
     @abstractmethod
     def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> Rule:
         """The rule with these parameters, as :meth:`fit` chose them before."""
+
+    def suited(self, task: Task) -> Method:
+        """The method that answers for a task: itself, unless it chooses among several."""
+        return self
 
     @property
     def spent(self) -> float:
@@ -125,17 +145,31 @@ class Method(ABC):
             raise InputError(f"{self.name} needs at least {self.least_draws} draws per query, got {draws}")
         return {"free": (draws, calibration_draws), "same": (draws, draws), "one": (1, 1)}[self.draw_rule]
 
+    def unfit(self, noise: Noise) -> str:
+        """Why the theorem does not hold under a noise; empty where it does."""
+        if self.certified and noise.deterministic:
+            return f"{self.name} is about random draws, and {noise} are not; choose noise=RandomBands(width), or bands for one thing to cover per point"
+        if self.needs_concave and not noise.concave:
+            return f"{self.name} needs noise whose up is concave; choose exact or exact_asymmetric"
+        return ""
+
+    def refuses(self, promise: Promise) -> str:
+        """The first clause of a promise that the method does not offer; nothing where it offers all."""
+        for clause in promise.clauses:
+            listed = self.clauses is None or clause.keyword in self.clauses
+            if not listed or (not self.certified and clause.moves_inputs):
+                return clause.keyword
+        return ""
+
     def check(self, asked: Asked, task: Task) -> None:
         """Refuse what the theorem does not cover, before the network runs."""
-        if self.needs_concave and not asked.threat.noise.concave:
-            raise InputError(f"{self.name} needs noise whose up is concave; choose exact or exact_asymmetric")
-        refused = [
-            c.keyword for c in asked.promise.clauses if self.clauses is not None and c.keyword not in self.clauses
-        ]
-        if refused:
-            raise InputError(
-                f"{self.name} does not offer {refused[0]} in its promise; choose exact or exact_asymmetric"
-            )
+        if self.unfit(asked.threat.noise):
+            raise InputError(self.unfit(asked.threat.noise))
+        if refused := self.refuses(asked.promise):
+            raise InputError(f"{self.name} does not offer {refused} in its promise; choose exact or exact_asymmetric")
+        if task.unfit(self):
+            raise InputError(task.unfit(self))
+        asked.promise.check(task)
         if not self.compares_only and self.transform is None and not task.bounded:
             raise InputError(
                 f"{self.name} without PTT assumes scores in [0, 1], and {task.score_name!r} does not promise that; use "
@@ -185,24 +219,39 @@ class Rule(ABC):
         """``[n, ..., N]`` scores -> ``[n, ...]``; a candidate is in the set iff its statistic is at most the threshold."""
 
     @abstractmethod
-    def threshold_of(self, statistic: Tensor, points: int, weight: Tensor | None = None) -> float:
+    def threshold_of(self, sample: Sample) -> float:
         """The threshold that calibration statistics give; +inf means everything."""
 
-    def read(self, items: Items) -> Items:
+    def read(self, items: Held) -> Held:
         """Items whose scores are the score itself, or its order, as this rule reads them: transformed."""
-        return (
-            items
-            if self.transform is None
-            else replace(items, draws=Draws(self.transform(items.draws.values), unit=True))
+        if self.transform is None or isinstance(items, Tally):
+            return items
+        return replace(items, draws=Draws(self.transform(items.draws.values), unit=True))
+
+    def sample(self, items: Items | Tally) -> Sample:
+        """The statistics of calibration items, as this rule reads them."""
+        own = items.first(self.calibration_draws)
+        if own.several:
+            return Sample(self.losses(own), -1, own.count, own.grid, group=own.group)
+        assert isinstance(own, Items)
+        return Sample(self.statistic(own.draws), own.points, label=own.label, group=own.group)
+
+    def losses(self, items: Items | Tally) -> Tensor:
+        """Where points have several things to cover: the losses of every row on its grid, ``[rows, grid]``."""
+        raise InputError(
+            f"{self.name} needs one thing to cover per point; use exact_asymmetric or one_draw for several"
         )
 
-    def threshold(self, items: Items) -> float:
-        """The threshold that calibration items give, as this rule reads them."""
-        own = items.first(self.calibration_draws)
-        return self.threshold_of(self.statistic(own.draws), own.points, own.weight)
+    def thresholds(self, sample: Sample) -> Tensor:
+        """One threshold for each whom the promise is made to: a tensor that broadcasts over queries and labels."""
+        return self.asked.promise.thresholds(sample, self.asked.candidates, self.threshold_of)
+
+    def threshold(self, items: Items | Tally) -> Tensor:
+        """The thresholds that calibration items give, as this rule reads them."""
+        return self.thresholds(self.sample(items))
 
     def explain(
-        self, draws: Draws, threshold: float, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
+        self, draws: Draws, threshold: Tensor, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
     ) -> Explanation:
         """How well candidates ``[n, K, N]`` fit and what is needed, such that support >= needed says what is decided.
 
@@ -211,10 +260,9 @@ class Rule(ABC):
         """
         statistic = self.test_statistic(draws, v).double()
         allowance = float((draws.mean - statistic).min())
-        needed = float(fit(torch.tensor(threshold + allowance, dtype=torch.float64)))
-        return Explanation(fit(statistic + allowance), needed, f"mean support at least {max(needed, 0.0):.2g}")
+        return Explanation.of(fit(statistic + allowance), fit(threshold.double() + allowance), "mean support")
 
-    def climb(self, true: Draws, threshold: float) -> Tensor:
+    def climb(self, true: Draws, threshold: Tensor) -> Tensor:
         """What an attacker raises: ``[b, N]`` scores of the truth -> ``[b]``, differentiable. The mean score by default."""
         values = true.values if self.transform is None else self.transform.smooth(true.values)
         return values.mean(dim=-1)
@@ -273,13 +321,14 @@ class Rule(ABC):
         for draws in (2**k for k in range(1, 21)):
             more = replace(self, asked=replace(self.asked, draws=draws, calibration_draws=draws))
             if draws > self.test_draws and not more.always_full(
-                more.threshold_of(more.statistic(items.draws), items.points)
+                more.threshold_of(Sample(more.statistic(items.draws), items.points))
             ):
                 return draws
         return None
 
-    def p_value(self, covered: int, m: int, n: int) -> float:
-        """Probability that a **correct** rule for this question, calibrated on n points, covers at most this many of m.
+    def p_value(self, covered: Any, m: int, n: int) -> float:
+        """Probability that a **correct** rule for this question, calibrated on n points, covers at most this many of m: a whole
+        number of points, or a sum of shares where points have several things to cover.
 
         The luck of the calibration draw is included. Nothing here may read what the rule itself computed (a level, a
         threshold): a rule that is wrong must not be compared with its own mistake. By default the law of a conformal
@@ -287,25 +336,51 @@ class Rule(ABC):
         exceeds the quantile or if a Monte Carlo bound fails. Exactly beta-binomial where nothing is spent.
         """
         promise, spent = self.asked.promise, exact_level(self.method.spent)
-        rank = promise.rank(n, promise.level(self.asked.alpha) - spent)
-        if spent == 0:
+        rank = self.sure(promise.rank(n, promise.level(self.asked.alpha) - spent), n)
+        if spent + exact_level(promise.moved) == 0:
             return covered_at_most(covered, m, n, rank)
-        return covered_at_most_given(covered, m, *conformal_law(n, rank, lambda clean: clean + float(spent)))
+        return covered_at_most_given(covered, m, *self.law(n))
 
-    def supports(self, items: Items, threshold: float) -> bool:
+    def law(self, n: int, several: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """What calibration on n points leaves to luck: ``missed`` ascending and ``exceeded`` with P[M > missed] <= exceeded,
+        where a **correct** rule misses a query with probability M at most, attacked or not, given its calibration points; or
+        the share M of it on average where points have ``several`` things to cover, or none.
+
+        By default that of a conformal quantile, to which what is spent and moved is added; see :meth:`p_value`.
+        """
+        promise, spent = self.asked.promise, exact_level(self.method.spent)
+        rank = self.sure(promise.rank(n, promise.level(self.asked.alpha) - spent), n)
+        more = float(spent) + promise.moved
+        return conformal_law(n, rank, lambda clean: np.minimum(clean + more, 1.0))
+
+    def sure(self, rank: int, n: int) -> int:
+        """The rank among untouched points that a threshold has for sure, whatever was done to those that the promise allows for."""
+        return rank - self.asked.promise.suspects if rank <= n else rank
+
+    @property
+    def least_points(self) -> int:
+        """With fewer calibration points a threshold is +inf: a label or a group with so few is in every set, or has full sets."""
+        promise = self.asked.promise
+        return promise.points_needed(promise.level(self.asked.alpha) - exact_level(self.method.spent))
+
+    def supports(self, items: Any, threshold: float) -> bool:
         """Whether the calibration items, as this rule reads them, support the threshold: computed again, it is no larger."""
-        again = self.threshold(items)
+        again = self.threshold_of(self.sample(items))
         return threshold >= again or math.isclose(threshold, again, rel_tol=1e-9)
 
     def estimated_size(self, holdout: Holdout) -> float:
         """Mean set size to expect, from the holdout alone (its own points serve as calibration points)."""
-        threshold = torch.tensor(self.threshold(holdout.items(self.reading)))
-        task, v = holdout.task, torch.linspace(0, 1, len(holdout), device=holdout.outputs.device)
-        summary = task.summary(task.prepare(holdout.outputs, self.reading, holdout.u), self, v)
-        return float(task.sizes(task.inside(summary, self, threshold)).double().mean())
+        threshold = torch.tensor(self.threshold_of(self.sample(holdout.items(self.reading))), dtype=torch.float64)
+        return float(self.sizes(holdout, threshold).mean())
 
-    def guarantee(self, task: Task) -> Guarantee:
-        """What the rule promises for a task; refuses what cannot be promised."""
+    def sizes(self, holdout: Holdout, threshold: Tensor) -> Tensor:
+        """The size of every holdout point's set at a threshold."""
+        task, v = holdout.task, torch.linspace(0, 1, len(holdout), device=holdout.outputs.device)
+        prepared = task.prepare(holdout.outputs[:, : self.test_draws], self.reading, holdout.u)
+        return task.sizes(task.inside(task.summary(prepared, self, v), self, threshold)).double()
+
+    def guarantee(self, task: Task, threshold: Tensor | None = None) -> Guarantee:
+        """What the rule promises for a task, with these thresholds where there are some; refuses what cannot be promised."""
         a = self.asked
         return Guarantee(
             self.name,
@@ -321,7 +396,19 @@ class Rule(ABC):
             task.assumptions,
             task.score_name,
             "none" if self.method.transform is None else self.method.transform.name,
+            self.least_points if a.promise.partition else 0,
+            () if threshold is None else self.always(task, threshold),
+            task.shares,
         )
+
+    def always(self, task: Task, threshold: Tensor) -> tuple[str, ...]:
+        """Labels that are in every set, and groups whose sets are all full."""
+        promise = self.asked.promise
+        if threshold.ndim == 0:
+            return ()
+        names = promise.groups.per if promise.groups else getattr(task, "class_names", None) or range(len(threshold))
+        full = [all(map(self.always_full, row)) for row in threshold.view(len(threshold), -1).tolist()]
+        return tuple(str(name) for name, whole in zip(names, full, strict=True) if whole)
 
     def verify(self, task: Task) -> None:
         """Raise unless question and parameters are such that the theorem holds: a file may state anything."""
@@ -342,18 +429,22 @@ class Rule(ABC):
             )
         return draws
 
-    def _one_item_per_point(self, weight: Tensor | None) -> None:
-        if weight is not None:
-            raise InputError(f"{self.name} needs one thing to cover per point; use exact_asymmetric for weighted items")
-
 
 @dataclass(frozen=True)
 class Explanation:
-    """How well every candidate fits, in [0, 1], and what the rule asks: in the set iff support >= needed."""
+    """How well every candidate fits, in [0, 1], and what the rule asks of each, which broadcasts: in the set iff support >=
+    needed.
+    """
 
     support: Tensor
-    needed: float
+    needed: Tensor
     words: str
+
+    @classmethod
+    def of(cls, support: Tensor, needed: Tensor, what: str) -> Explanation:
+        """With words for one number, or for one per label."""
+        low, high = max(float(needed.min()), 0.0), max(float(needed.max()), 0.0)
+        return cls(support, needed, f"{what} at least {low:.2g}" + (f" to {high:.2g}, by label" if high > low else ""))
 
 
 def with_options(method: Method, **options: Any) -> Method:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from keepcover.bounds import clopper_pearson, conformal_law, covered_at_most_giv
 from keepcover.errors import InputError
 from keepcover.methods.base import Asked, Explanation, Method, Rule
 from keepcover.methods.holdout import Holdout
+from keepcover.promises import Sample
 from keepcover.scores import Draws, Steps
 
 
@@ -73,10 +74,12 @@ class Shares(Rule):
         upper = clopper_pearson(draws - count, draws, self.method.level(self.asked))[1]
         return int(count[upper >= self.asked.threat.down(self.lower(above))].max())
 
-    def _explained(self, draws: Draws, t: float, allowed: int | float) -> Explanation:
+    def _explained(self, draws: Draws, t: float | Tensor, allowed: Tensor) -> Explanation:
         n = draws.count
-        least = round(n - min(allowed, n))
-        return Explanation(1 - draws.above(t) / n, least / n, f"at least {least} of {n} draws must vote for it")
+        least = round(n - min(float(allowed), n))
+        return Explanation(
+            1 - draws.above(t) / n, torch.tensor(least / n), f"at least {least} of {n} draws must vote for it"
+        )
 
 
 @dataclass(frozen=True)
@@ -177,29 +180,29 @@ class FixedShare(Shares):
     def statistic(self, true: Draws) -> Tensor:
         return true.largest(self.c + 1)
 
-    def threshold_of(self, statistic: Tensor, points: int, weight: Tensor | None = None) -> float:
-        self._one_item_per_point(weight)
-        if self.kappa == self.test_draws:
-            return math.inf
-        return self.asked.promise.quantile(statistic, self.method.miscoverage(self.asked.alpha))
+    def threshold_of(self, sample: Sample) -> float:
+        t = self.asked.promise.quantile(sample, self.method.miscoverage(self.asked.alpha))
+        return math.inf if self.kappa == self.test_draws else t
 
     def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
         return draws.largest(self.kappa + 1)  # at most t iff at most kappa draws exceed t
 
     def explain(
-        self, draws: Draws, threshold: float, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
+        self, draws: Draws, threshold: Tensor, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
     ) -> Explanation:
-        return self._explained(draws, threshold, self.kappa)
+        return self._explained(draws, threshold, torch.tensor(self.kappa))
 
 
 class SharpShare(FixedShare):
     """The same decision with the sharper accounting, whose law an audit uses."""
 
-    def p_value(self, covered: int, m: int, n: int) -> float:
+    def law(self, n: int, several: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Given t, the clean (c+1)-th largest score exceeds it with probability B, F(t) < p_L with at most B / (1 - eta/2)."""
         side, rank = self.method.eta / 2, self.asked.promise.rank(n, self.method.miscoverage(self.asked.alpha))
-        law = conformal_law(n, rank, lambda clean: np.minimum(clean / (1 - side) + side, 1.0))
-        return covered_at_most_given(covered, m, *law)
+        return conformal_law(n, rank, lambda clean: np.minimum(clean / (1 - side) + side, 1.0))
+
+    def p_value(self, covered: int, m: int, n: int) -> float:
+        return covered_at_most_given(covered, m, *self.law(n))
 
 
 @dataclass(frozen=True)
@@ -233,10 +236,10 @@ class FixedThreshold(Shares):
     def statistic(self, true: Draws) -> Tensor:
         return true.above(self.t)
 
-    def threshold_of(self, statistic: Tensor, points: int, weight: Tensor | None = None) -> float:
-        self._one_item_per_point(weight)
+    def threshold_of(self, sample: Sample) -> float:
         # p* belongs to this count.
-        worst = self.asked.promise.quantile(statistic.double(), self.method.miscoverage(self.asked.alpha))
+        counts = replace(sample, statistic=sample.statistic.double())
+        worst = self.asked.promise.quantile(counts, self.method.miscoverage(self.asked.alpha))
         allowed = self.test_draws if worst == math.inf else self.allowed(int(worst))
         return math.inf if allowed == self.test_draws else float(allowed)
 
@@ -244,6 +247,6 @@ class FixedThreshold(Shares):
         return draws.above(self.t).to(torch.float64)
 
     def explain(
-        self, draws: Draws, threshold: float, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
+        self, draws: Draws, threshold: Tensor, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
     ) -> Explanation:
         return self._explained(draws, self.t, threshold)

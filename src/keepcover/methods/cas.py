@@ -14,6 +14,7 @@ from keepcover.bounds import bernstein, dkw, hoeffding
 from keepcover.methods.base import Asked, Explanation, Rule
 from keepcover.methods.bincp import Bounded
 from keepcover.methods.holdout import Holdout
+from keepcover.promises import Sample
 from keepcover.scores import PTT, Draws, Steps
 
 
@@ -91,9 +92,8 @@ class CalibrationTime(Rule):
     def statistic(self, true: Draws) -> Tensor:
         return self._through_cdf(true, self.asked.threat.down, -1, self.calibration_draws)
 
-    def threshold_of(self, statistic: Tensor, points: int, weight: Tensor | None = None) -> float:
-        self._one_item_per_point(weight)
-        return self.asked.promise.quantile(statistic, self.method.miscoverage(self.asked.alpha))
+    def threshold_of(self, sample: Sample) -> float:
+        return self.asked.promise.quantile(sample, self.method.miscoverage(self.asked.alpha))
 
     def always_full(self, threshold: float) -> bool:
         return threshold >= -self.least
@@ -104,10 +104,9 @@ class CalibrationTime(Rule):
         return (draws.mean - 1 - radius).clamp(min=-1.0)
 
     def explain(
-        self, draws: Draws, threshold: float, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
+        self, draws: Draws, threshold: Tensor, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
     ) -> Explanation:
-        needed = -threshold
-        return Explanation(-self.test_statistic(draws, v), needed, f"mean support at least {max(needed, 0.0):.2g}")
+        return Explanation.of(-self.test_statistic(draws, v), -threshold, "mean support")
 
 
 class QueryTime(CalibrationTime):

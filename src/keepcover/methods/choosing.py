@@ -31,11 +31,13 @@ def _hull_sizes(asked: Asked, holdout: Holdout, gamma: float) -> tuple[ndarray, 
     level = hull_levels(asked.counts, c, kappa, float(asked.promise.level(asked.alpha)), gamma)
     law = holdout.count_law(asked.per_point)
     missed = law[:, ::-1].cumsum(axis=1)[:, ::-1]  # [t, j]: share of points with at least j draws above t
-    at = (missed[:, c + 1] <= level).argmax(axis=0)
+    n, promise = asked.cell_points, asked.promise
+    share = np.array([promise.share(n, float(a)) for a in level]) if promise.clauses else level
+    at = (missed[:, c + 1] <= share).argmax(axis=0)
     by_kappa = {int(k): holdout.size(asked.draws, int(k), gamma) for k in np.unique(kappa)}
     size = np.array([by_kappa[int(k)][i] for k, i in zip(kappa, at, strict=True)])
     # Too few calibration points for that level: the threshold would be infinite.
-    hopeless = level < asked.promise.least_level(asked.n)
+    hopeless = level < promise.least_level(n)
     size[hopeless] = np.array([by_kappa[int(k)][-1] for k in kappa[hopeless]])
     return size, c, kappa, at
 
@@ -67,16 +69,19 @@ def best_majorant_rule(
             at = _smallest_threshold(asked, law, kappa, gamma, start)
             found.append((float(holdout.size(asked.draws, kappa, gamma)[at]), kappa, gamma, at))
     _, kappa, gamma, at = min(found)
-    g, _ = majorant(law[at], counts, kappa, gamma)
+    g, _ = majorant(law[at], counts, kappa, gamma, _price(asked))
     return kappa, gamma, tuple(float(value) for value in g)
 
 
 def _smallest_threshold(asked: Asked, law: ndarray, kappa: int, gamma: float, start: int) -> int:
     """The smallest threshold whose majorant fits into alpha on the holdout: gallop from ``start``, then bisect."""
-    alpha = float(asked.promise.level(asked.alpha))
+    level, n, price = asked.promise.level(asked.alpha), asked.cell_points, _price(asked)
 
     def fits(at: int) -> bool:
-        return at == len(law) - 1 or majorant_cost(law[at], asked.counts, kappa, gamma, asked.n) <= alpha
+        if at == len(law) - 1:
+            return True
+        mean, top = majorant_cost(law[at], asked.counts, kappa, gamma, price)
+        return n * mean <= asked.promise.budget(n, level, top)
 
     low, high, step = 0, start, 4
     while not fits(high):
@@ -89,3 +94,10 @@ def _smallest_threshold(asked: Asked, law: ndarray, kappa: int, gamma: float, st
         else:
             low, step = middle + 1, 0
     return high
+
+
+def _price(asked: Asked) -> float:
+    """What clauses charge for the top of g, per point and unit, beyond what the marginal promise does."""
+    n, level = asked.cell_points, asked.promise.level(asked.alpha)
+    low, high = (asked.promise.budget(n, level, top) for top in (1.0, 1.25))
+    return max(0.0, (low - high) / 0.25 - 1.0) / n if asked.promise.clauses else 0.0

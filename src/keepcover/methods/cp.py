@@ -6,20 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from keepcover.methods.base import Asked, Explanation, Method, Rule
 from keepcover.methods.holdout import Holdout
+from keepcover.promises import Sample
 from keepcover.scores import PTT, Draws, Steps
 
 
 class QuantileRule(Rule):
     """The threshold is a conformal quantile of the calibration statistics at alpha."""
 
-    def threshold_of(self, statistic: Tensor, points: int, weight: Tensor | None = None) -> float:
-        self._one_item_per_point(weight)
-        return self.asked.promise.quantile(statistic, self.asked.promise.level(self.asked.alpha))
+    def threshold_of(self, sample: Sample) -> float:
+        return self.asked.promise.quantile(sample, self.asked.promise.level(self.asked.alpha))
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,7 @@ class SplitCP(Method):
     name = "cp"
     certified = False
     compares_only = True
+    counts = True
     draw_rule = "one"
 
     def fit(self, asked: Asked, holdout: Holdout | None = None) -> Rule:
@@ -52,10 +52,9 @@ class FirstDraw(QuantileRule):
         return draws.values[..., 0]
 
     def explain(
-        self, draws: Draws, threshold: float, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
+        self, draws: Draws, threshold: Tensor, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
     ) -> Explanation:
-        needed = float(fit(torch.tensor(threshold, dtype=torch.float64)))
-        return Explanation(fit(draws.values[..., 0].double()), needed, f"probability at least {needed:.2g}")
+        return Explanation.of(fit(draws.values[..., 0].double()), fit(threshold.double()), "probability")
 
 
 @dataclass(frozen=True)

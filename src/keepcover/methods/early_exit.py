@@ -28,6 +28,7 @@ class Vote:
 
     rules: tuple[Rule, ...]
     thresholds: tuple[Tensor, ...]
+    staged: bool = True  # else all draws at once
 
     @classmethod
     def of(cls, rules: Sequence[Rule], thresholds: Sequence[Tensor]) -> Vote:
@@ -49,16 +50,28 @@ class Vote:
         needed = [
             rule.test_draws - kappa - (gamma > 0) for rule, (kappa, gamma) in zip(self.rules, self._limits, strict=True)
         ]
-        first = max(1, *needed)
+        first = max(1, *needed) if self.staged else last
         step = max(1, -(-(last - first) // _STAGES))
         return [range(a, b) for a, b in pairwise([0, *range(first, last, step), last])]
 
-    def above(self, draws: Draws, span: range) -> Tensor:
-        """How many of these draws exceed each rule's threshold, [rules, b, K]; draws past a rule's own do not count."""
+    def pays(self, images: int, fixed: float, each: float) -> bool:
+        """Whether stages can be faster than all draws at once, where a stage takes ``fixed`` seconds and ``each`` per draw.
+
+        At best every draw after the first stage is saved; half of that must pay for the stages.
+        """
+        rest = self.stages[1:]
+        return each * images * sum(map(len, rest)) / 2 > fixed * len(rest)
+
+    def above(self, draws: Draws, span: range, positions: Tensor) -> Tensor:
+        """How many of these draws exceed each rule's threshold, [rules, b, K]; draws past a rule's own do not count.
+
+        ``positions`` are those of the queries, where each has thresholds of its own.
+        """
         counts = []
         for rule, threshold in zip(self.rules, self.thresholds, strict=True):
             own = draws.values[..., : max(0, rule.test_draws - span.start)]
             limit = on_device(threshold, own)
+            limit = limit[positions.to(limit.device)] if limit.ndim == 2 and len(limit) > 1 else limit
             counts.append((own > (limit if limit.ndim == 0 else limit[..., None])).sum(dim=-1))
         return torch.stack(counts)
 

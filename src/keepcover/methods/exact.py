@@ -9,14 +9,11 @@ conformal risk control (:class:`ExactAsymmetric`, the majorant). See the docs fo
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import torch
 from numpy import ndarray
 from torch import Tensor
 
@@ -31,88 +28,16 @@ from keepcover.bounds import (
     risk_control_law,
 )
 from keepcover.errors import InputError
-from keepcover.methods.base import Asked, Explanation, Method, Rule
+from keepcover.methods.bands import AllBands
+from keepcover.methods.base import Asked, Method, Rule
 from keepcover.methods.choosing import best_hull_rule, best_majorant_rule
+from keepcover.methods.counting import Counting, CountRule, RiskRule
 from keepcover.methods.holdout import Holdout
-from keepcover.scores import Draws, Items, Steps
+from keepcover.methods.one_draw import OneDrawControl
+from keepcover.noise import Noise
+from keepcover.promises import Sample
+from keepcover.scores import Draws, Steps
 from keepcover.tasks import Task
-
-GAMMAS = (0.25, 0.5, 0.75)
-
-
-class Counting(Method):
-    """What both certificates share as methods."""
-
-    certified = True
-    compares_only = True
-    uses_holdout = True
-    randomize: bool
-
-    @property
-    def gammas(self) -> tuple[float, ...]:
-        """The randomised boundaries to choose among."""
-        return (0.0, *GAMMAS) if self.randomize else (0.0,)
-
-    def _held(self, holdout: Holdout | None) -> Holdout:
-        if holdout is None:
-            raise InputError(f"{self.name} chooses its rule on a holdout; give one")
-        return holdout
-
-
-@dataclass(frozen=True)
-class CountRule(Rule):
-    """At most ``kappa`` of the draws above t; one more is forgiven with probability ``gamma``, drawn per query."""
-
-    kappa: int = 0
-    gamma: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.kappa < self.test_draws and 0 <= self.gamma < 1):
-            raise InputError(
-                f"expected 0 <= kappa < {self.test_draws} draws and 0 <= gamma < 1, got {self.kappa} and {self.gamma}"
-            )
-
-    @property
-    def counting(self) -> tuple[int, float]:
-        return self.kappa, self.gamma
-
-    def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
-        strict = draws.largest(self.kappa + 1)  # at most t iff at most kappa draws exceed t
-        if self.gamma == 0:
-            return strict
-        if v is None:
-            raise InputError("a randomised boundary needs one uniform number per query, independent of the noise")
-        forgiven = (v < self.gamma).view(-1, *[1] * (strict.ndim - 1))
-        return torch.where(forgiven, draws.largest(self.kappa + 2), strict)
-
-    def climb(self, true: Draws, threshold: float) -> Tensor:
-        """The (kappa+1)-th largest score of the truth, minus t: above 0 the truth is missed.
-
-        The attacker's number of draws may differ from the rule's, so the position is scaled; a tenth of the draws around it
-        is averaged, because the gradient of a single draw is noise.
-        """
-        descending = true.values.sort(dim=-1, descending=True).values
-        centre = min(true.count - 1, round((self.kappa + 0.5) / self.test_draws * true.count - 0.5))
-        reach = true.count // 20
-        window = descending[..., max(0, centre - reach) : centre + reach + 1]
-        return window.mean(dim=-1) - min(threshold, 1e30)
-
-    def explain(
-        self, draws: Draws, threshold: float, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
-    ) -> Explanation:
-        n = draws.count
-        least = n - self.kappa - (1 if v is not None and bool((v < self.gamma).all()) else 0)
-        words = "the draw must vote for it" if n == 1 else f"at least {least} of {n} draws must vote for it"
-        return Explanation(1 - draws.above(threshold) / n, least / n, words)
-
-    @abstractmethod
-    def holdout_risk(self, law: ndarray) -> ndarray:
-        """What calibration keeps below alpha (or alpha'), minus it, at each threshold of a holdout's count law."""
-
-    def estimated_size(self, holdout: Holdout) -> float:
-        fits = self.holdout_risk(holdout.count_law(self.calibration_draws)) <= 0
-        size = holdout.size(self.test_draws, self.kappa, self.gamma)
-        return float(size[fits.argmax() if fits.any() else -1])
 
 
 @dataclass(frozen=True)
@@ -161,18 +86,21 @@ class HullRule(CountRule):
         alpha = float(self.asked.promise.level(self.asked.alpha))
         return hull_level(self.counts, self.c, self.kappa, alpha, self.gamma)
 
+    @property
+    def least_points(self) -> int:
+        return self.asked.promise.points_needed(Fraction(self.level))
+
     def statistic(self, true: Draws) -> Tensor:
         return true.largest(self.c + 1)
 
-    def threshold_of(self, statistic: Tensor, points: int, weight: Tensor | None = None) -> float:
-        self._one_item_per_point(weight)
-        return self.asked.promise.quantile(statistic, Fraction(self.level))
+    def threshold_of(self, sample: Sample) -> float:
+        return self.asked.promise.quantile(sample, Fraction(self.level))
 
     def holdout_risk(self, law: ndarray) -> ndarray:
-        asked = self.asked
-        if asked.promise.rank(asked.n, Fraction(self.level)) > asked.n:
+        n, promise = self.asked.cell_points, self.asked.promise
+        if promise.rank(n, Fraction(self.level)) > n:
             return np.ones(len(law))  # no finite threshold will do
-        return law[:, self.c + 1 :].sum(axis=1) - self.level
+        return law[:, self.c + 1 :].sum(axis=1) - promise.share(n, self.level)
 
     def _correct_rank(self, n: int) -> int:
         """The smallest rank a correct rule may use, from the question, c and kappa alone: never from :attr:`level`."""
@@ -180,13 +108,18 @@ class HullRule(CountRule):
         most = hull_bracket(self.counts, self.c, self.kappa, float(promise.level(self.asked.alpha)), self.gamma)[1]
         return promise.rank(n, Fraction(most))
 
-    def p_value(self, covered: int, m: int, n: int) -> float:
+    def law(self, n: int, several: bool = False) -> tuple[ndarray, ndarray]:
         """Given t, P[Z > t] is beta distributed around alpha', and a query is missed with probability at most H of it."""
         corners = hull_curve(self.counts, self.c, self.kappa, self.gamma)
-        law = conformal_law(n, self._correct_rank(n), lambda clean: np.interp(clean, *corners))
-        return covered_at_most_given(covered, m, *law)
+        moved = self.asked.promise.moved
+        return conformal_law(
+            n, self.sure(self._correct_rank(n), n), lambda clean: np.minimum(np.interp(clean, *corners) + moved, 1.0)
+        )
 
-    def supports(self, items: Items, threshold: float) -> bool:
+    def p_value(self, covered: int, m: int, n: int) -> float:
+        return covered_at_most_given(covered, m, *self.law(n))
+
+    def supports(self, items: Any, threshold: float) -> bool:
         at_most = int((items.first(self.calibration_draws).draws.largest(self.c + 1) <= threshold).sum())
         return threshold == math.inf or at_most >= self._correct_rank(items.points)
 
@@ -205,6 +138,7 @@ class ExactAsymmetric(Counting):
     randomize: bool = False
 
     name = "exact_asymmetric"
+    things = "any"
 
     def usual_calibration_draws(self, draws: int) -> int:
         return max(64, draws)
@@ -219,10 +153,10 @@ class ExactAsymmetric(Counting):
 
 
 @dataclass(frozen=True)
-class MajorantRule(CountRule):
+class MajorantRule(RiskRule):
     """Conformal risk control of g, a function of calibration counts that dominates the attacked miss rate."""
 
-    g: tuple[float, ...] = ()
+    g: tuple[float, ...] = ()  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -238,38 +172,6 @@ class MajorantRule(CountRule):
             f"{self.g[-1]:.3f}"
         )
 
-    @property
-    def _rises(self) -> tuple[ndarray, ndarray]:
-        """The counts at which g rises, and by how much."""
-        rise = np.diff(self.g)
-        return np.flatnonzero(rise > 0) + 1, rise[rise > 0]
-
-    def statistic(self, true: Draws) -> Tensor:
-        # count(t) >= j iff the j-th largest draw exceeds t: these order statistics are all that g can see.
-        at, _ = self._rises
-        return true.ascending[..., true.count - torch.as_tensor(at, device=true.values.device)]
-
-    def _budget(self, points: int) -> float:
-        """How large the sum of g over calibration points may be."""
-        promise = self.asked.promise
-        return promise.budget(points, promise.level(self.asked.alpha), self.g[-1])
-
-    def threshold_of(self, statistic: Tensor, points: int, weight: Tensor | None = None) -> float:
-        _, rise = self._rises
-        share = torch.ones(len(statistic), dtype=torch.float64) if weight is None else weight.double()
-        budget = self._budget(points) - float(share.sum()) * self.g[0]
-        if budget < 0:
-            return math.inf
-        scores, order = statistic.flatten().sort(descending=True)
-        rises = torch.as_tensor(rise, device=scores.device) * share.to(scores.device)[:, None]
-        # The sum of g over the points minus that of g(0), once t falls below a score.
-        spent = rises.flatten()[order].cumsum(dim=0)
-        broke = torch.searchsorted(spent, budget, right=True)
-        return float(scores[broke]) if broke < len(scores) else -math.inf
-
-    def holdout_risk(self, law: ndarray) -> ndarray:
-        return law @ np.array(self.g) - self._budget(self.asked.n) / self.asked.n
-
     def verify(self, task: Task) -> None:
         super().verify(task)
         if not (self.g[0] >= 0 and is_majorant(self.g, self.counts, self.kappa, self.gamma)):
@@ -280,19 +182,17 @@ class MajorantRule(CountRule):
         """Whether g is above h wherever that is looked at; if not, g certifies nothing."""
         return majorant_gap(self.g, self.counts, self.kappa, self.gamma) <= 0
 
-    def p_value(self, covered: int, m: int, n: int) -> float:
+    def law(self, n: int, several: bool = False) -> tuple[ndarray, ndarray]:
         """Given t, a query is missed with probability at most R(t) = E g(count(t)), whose law risk control bounds."""
         high = self.g[-1] if self.majorises else math.inf  # no majorant: a correct rule has no finite threshold
-        mean = self._budget(n) / n if self.majorises else -math.inf
-        return covered_at_most_given(covered, m, *risk_control_law(n, mean, self.g[0], high))
+        sure = self._budget(n) + self.asked.promise.suspects * self.g[-1]
+        mean = sure / n if self.majorises else -math.inf
+        low = 0.0 if several else self.g[0]  # a point without things to cover loses nothing, not g(0)
+        missed, exceeded = risk_control_law(n, mean, low, high)
+        return np.minimum(missed + self.asked.promise.moved, 1.0), exceeded
 
-    def supports(self, items: Items, threshold: float) -> bool:
-        if threshold == math.inf:
-            return True
-        count = items.first(self.calibration_draws).draws.above(threshold).cpu()
-        loss = torch.tensor(self.g, dtype=torch.float64)[count]
-        total = float((loss if items.weight is None else loss * items.weight.double()).sum())
-        return bool(self.majorises and total <= self._budget(items.points) + 1e-9 * items.points)
+    def supports(self, items: Any, threshold: float) -> bool:
+        return threshold == math.inf or (self.majorises and super().supports(items, threshold))
 
 
 @dataclass(frozen=True)
@@ -302,6 +202,7 @@ class RCP1(Method):
     name = "rcp1"
     certified = True
     compares_only = True
+    counts = True
     draw_rule = "one"
     needs_concave = True
 
@@ -326,28 +227,46 @@ class OneDraw(HullRule):
 
     @property
     def level(self) -> float:
+        if self.counts.tampering is not None:  # two attacks, one after the other
+            return super().level
         return self.asked.threat.most(float(self.asked.promise.level(self.asked.alpha)))
 
 
 @dataclass(frozen=True)
 class Auto(Counting):
     """The better of both certificates by expected set size on the holdout: the hull with as many calibration draws as the
-    majorant, the hull with as many as per query, or the majorant.
+    majorant, the hull with as many as per query, or the majorant. Where nothing is random, the deterministic rule.
     """
 
     randomize: bool = False
 
     name = "auto"
+    things = "any"
+
+    def suited(self, task: Task) -> Method:
+        """Itself where a point has one thing to cover, else the first certificate that the task allows."""
+        if task.single:
+            return self
+        return next((one for one in (ExactAsymmetric(self.randomize), OneDrawControl()) if not task.unfit(one)), self)
 
     def usual_calibration_draws(self, draws: int) -> int:
         return ExactAsymmetric().usual_calibration_draws(draws)
 
     def fit(self, asked: Asked, holdout: Holdout | None = None) -> Rule:
         held = self._held(holdout)
+        if asked.threat.noise.deterministic:
+            return AllBands().fit(asked, held)
         short = replace(asked, calibration_draws=min(asked.draws, asked.per_point))
         rules: list[Rule] = [Exact(self.randomize).fit(a, held) for a in dict.fromkeys((asked, short))]
         rules.append(ExactAsymmetric(self.randomize).fit(asked, held))
         return min(rules, key=lambda rule: rule.estimated_size(held))
 
+    def unfit(self, noise: Noise) -> str:
+        return ""
+
+    def check(self, asked: Asked, task: Task) -> None:
+        deterministic = asked.threat.noise.deterministic
+        AllBands().check(asked, task) if deterministic else super().check(asked, task)
+
     def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> Rule:
-        raise InputError("auto chooses among exact and exact_asymmetric: a rule is of one of them")
+        raise InputError("auto chooses among exact, exact_asymmetric and bands: a rule is of one of them")

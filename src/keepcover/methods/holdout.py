@@ -8,6 +8,7 @@ from the hypergeometric law, so a holdout of 500 images with 64 draws speaks as 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from keepcover.bounds import hypergeometric
 from keepcover.errors import InputError
 from keepcover.scores import PTT, Items, Reading, Steps
 from keepcover.tasks import Task
-from keepcover.tasks.classification import exceedances
+from keepcover.tasks.candidates import exceedances
 
 ORDER = Reading(order=True)
 THRESHOLDS = 256
@@ -33,6 +34,7 @@ class Holdout:
         outputs: noisy outputs.
         truth: of every point.
         u: the random number of every point that a randomised score uses; zeros by default.
+        items: what must not be missed, where it was read before outputs were thinned.
 
     Example:
         >>> from keepcover.tasks import Classification
@@ -42,12 +44,14 @@ class Holdout:
         np.float64(2.0)
     """
 
-    def __init__(self, task: Task, outputs: Tensor, truth: Tensor, u: Tensor | None = None) -> None:
+    def __init__(
+        self, task: Task, outputs: Tensor, truth: Tensor, u: Tensor | None = None, items: Items | None = None
+    ) -> None:
         if len(outputs) == 0 or len(truth) != len(outputs):
             raise InputError(f"expected holdout outputs and as many truths, got {len(outputs)} and {len(truth)}")
         self.task, self.outputs, self.truth = task, outputs, truth
         self.u = torch.zeros(len(outputs), device=outputs.device) if u is None else u
-        self._items: dict[Reading, Items] = {}
+        self._items: dict[Reading, Any] = {} if items is None else {ORDER: items}
         self._steps: dict[tuple[PTT, float], Steps] = {}
 
     def __len__(self) -> int:
@@ -80,15 +84,20 @@ class Holdout:
     def thresholds(self) -> Float[ndarray, " t"]:
         """Ascending candidates for t: quantiles of the truth's scores, dense towards the top, and +inf."""
         pooled = self.items().draws.values.flatten().double().sort().values.cpu().numpy()
+        if not len(pooled):
+            return np.array([-np.inf, np.inf])  # nothing to miss anywhere
         exceed = np.geomspace(0.98, 1 / len(pooled), THRESHOLDS)
         at = np.clip((len(pooled) * (1 - exceed)).round().astype(int), 0, len(pooled) - 1)
         return np.append(np.unique(pooled[at]), np.inf)
 
     @cached_property
     def _true(self) -> ndarray:
-        """Share of points whose truth exceeds each threshold in exactly j draws, [t, M+1]."""
-        rows = self.items().draws.values
-        return exceedances(rows, self.thresholds).view(len(self.thresholds), -1).double().cpu().numpy() / len(rows)
+        """Share of points whose truth exceeds each threshold in exactly j draws, [t, M+1]; where points have several things to
+        cover, the mean weight of those.
+        """
+        items = self.items()
+        found = exceedances(items.draws.values, self.thresholds, items.weight).view(len(self.thresholds), -1)
+        return found.double().cpu().numpy() / items.points
 
     @cached_property
     def _profile(self) -> ndarray:
@@ -96,7 +105,7 @@ class Holdout:
         return self.task.profile(self.outputs, self.u, self.thresholds)
 
     def count_law(self, draws: int) -> Float[ndarray, "t counts"]:
-        """Share of points whose truth exceeds each threshold in exactly j of ``draws`` draws."""
+        """Share of points, by weight, whose truth exceeds each threshold in exactly j of ``draws`` draws."""
         return self._true @ hypergeometric(self.draws, draws)
 
     def size(self, draws: int, kappa: int, gamma: float = 0.0) -> Float[ndarray, " t"]:

@@ -12,6 +12,7 @@ from keepcover.bounds import bernstein, exact_level, hoeffding
 from keepcover.errors import InputError
 from keepcover.methods.base import Asked, Method, Rule
 from keepcover.methods.holdout import Holdout
+from keepcover.promises import Sample
 from keepcover.scores import PTT, Draws, Steps
 
 
@@ -28,6 +29,7 @@ class RSCP(Method):
     certified = False
     draw_rule = "same"
     needs_concave = True
+    clauses = ()
 
     def fit(self, asked: Asked, holdout: Holdout | None = None) -> Rule:
         return self.rule(asked, self.steps(asked, holdout))
@@ -42,9 +44,8 @@ class SmoothedRule(Rule):
     def statistic(self, true: Draws) -> Tensor:
         return self._unit_interval(true).mean
 
-    def threshold_of(self, statistic: Tensor, points: int, weight: Tensor | None = None) -> float:
-        self._one_item_per_point(weight)
-        tau = self.asked.promise.quantile(statistic, self.asked.promise.level(self.asked.alpha))
+    def threshold_of(self, sample: Sample) -> float:
+        tau = self.asked.promise.quantile(sample, self.asked.promise.level(self.asked.alpha))
         return tau if math.isinf(tau) else float(self.asked.threat.up(min(tau, 1.0)))
 
     def always_full(self, threshold: float) -> bool:
@@ -115,13 +116,13 @@ class InflatedRule(Rule):
     def statistic(self, true: Draws) -> Tensor:
         return self._unit_interval(true).mean
 
-    def threshold_of(self, statistic: Tensor, points: int, weight: Tensor | None = None) -> float:
-        self._one_item_per_point(weight)
+    def threshold_of(self, sample: Sample) -> float:
         promise, beta = self.asked.promise, self.method.beta
-        tau = promise.quantile(statistic, promise.level(self.asked.alpha) - 2 * exact_level(beta))
+        tau = promise.quantile(sample, promise.level(self.asked.alpha) - 2 * exact_level(beta))
         if math.isinf(tau):
             return tau
-        return float(self.asked.threat.up(min(tau + hoeffding(self.calibration_draws, beta), 1.0)))
+        clean, moved = min(tau + hoeffding(self.calibration_draws, beta), 1.0), promise.tampering(self.asked.threat)
+        return float(self.asked.threat.up(clean if moved is None else moved.up(clean)))
 
     def always_full(self, threshold: float) -> bool:
         return threshold >= 1 - self.method.least_allowance(self.test_draws)
