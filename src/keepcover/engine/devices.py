@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from keepcover.errors import InputError
+from keepcover.errors import refusing
 
 
 def checked_device(device: torch.device | str) -> torch.device:
@@ -18,8 +18,5 @@ def checked_device(device: torch.device | str) -> torch.device:
         ...
         keepcover.errors.InputError: no device 'gpu' here (Expected one of cpu, cuda, ...); use cpu, or cuda where there is a GPU
     """
-    try:
+    with refusing(f"no device {str(device)!r} here", advice="use cpu, or cuda where there is a GPU"):
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"no device {str(device)!r} here ({reason}); use cpu, or cuda where there is a GPU") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import json
 import math
 import re
 import types
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from keepcover.engine.smoother import Classifier, Smoother
 from keepcover.errors import InputError, KeepcoverWarning
-from keepcover.noise import Noise, Stream
+from keepcover.noise import Stream
 from keepcover.noise.stream import probes
 
 Structure = dict[str, dict[str, Any]]  # of every module by its path: its class and its plain attributes
@@ -191,6 +192,27 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def structure_digest(smoother: Smoother, shape: tuple[int, ...]) -> str:
+    """A hash of the structure of a smoother's model, the same before and after it has run and on every machine.
+
+    Caches hold what the last inputs left there, so probes run first; counters change even so, and :class:`Identity` leaves
+    them out.
+    """
+    probe_logits(smoother, probes(shape))
+    kept = Identity.of(smoother, probes(shape)).structure
+    return hashlib.sha256(json.dumps(_coarse(kept), sort_keys=True).encode()).hexdigest()
+
+
+def _coarse(value: Any) -> Any:
+    """Plain values without what may differ between machines: last digits of moments, and the module of a class."""
+    if isinstance(value, dict) and value.keys() == {"tensor", "moments"}:
+        *some, size = value["moments"]
+        return [value["tensor"], f"{size:.3g}", *(round(moment / (size or 1.0), 3) + 0.0 for moment in some)]
+    if isinstance(value, dict):
+        return {key: item.split(".")[-1] if key == CLASS else _coarse(item) for key, item in value.items()}
+    return [_coarse(item) for item in value] if isinstance(value, list) else value
+
+
 # -- probes ------------------------------------------------------------------------------------------------------------
 
 
@@ -199,19 +221,7 @@ def probe_logits(smoother: Smoother, inputs: Tensor) -> Tensor | None:
 
     Compiling is left out: it takes minutes and does not change the function beyond what is tolerated.
     """
-    return _noisy(_plain_smoother(smoother, 0.0), inputs, 1)
-
-
-def _plain_smoother(smoother: Smoother, noise: Noise | float) -> Smoother:
-    return Smoother(
-        smoother.model,
-        noise,
-        batch_size=smoother.batch_size,
-        device=smoother.device,
-        autocast=smoother.autocast,
-        channels_last=smoother.channels_last,
-        progress=False,
-    )
+    return _noisy(smoother.under(0.0, compile=False, progress=False), inputs, 1)
 
 
 def _noisy(smoother: Smoother, inputs: Tensor, draws: int) -> Tensor | None:
@@ -238,40 +248,35 @@ class Identity:
     Attributes:
         fingerprint: of the weights, or a string of the user's; None for a callable without either.
         structure: None where the user's string stands for it.
-        shape, low, high: of the probes; a shape of None where no input is known.
+        inputs: the probes, fixed inputs; None where no input is known.
         outputs: of the probes; None where there are none or the model takes none.
     """
 
     fingerprint: str | None
     structure: Structure | None
-    shape: tuple[int, ...] | None
-    low: float
-    high: float
+    inputs: Tensor | None
     outputs: Tensor | None
 
     @classmethod
-    def of(
-        cls, smoother: Smoother, shape: tuple[int, ...] | None, low: float, high: float, given: str | None = None
-    ) -> Identity:
-        """Of the model that a smoother runs, on inputs of a shape and range; ``given`` is the user's string."""
+    def of(cls, smoother: Smoother, inputs: Tensor | None, given: str | None = None) -> Identity:
+        """Of the model that a smoother runs; ``given`` is the user's string."""
         before = {} if given else structure(smoother.model)
-        logits = None if shape is None else probe_logits(smoother, probes(shape, low, high))
+        logits = None if inputs is None else probe_logits(smoother, inputs)
         after = {} if given else structure(smoother.model)
         # Counters and caches change as the model runs, so they do not decide what it computes.
         kept = {
             path: {name: value for name, value in has.items() if _same(value, after.get(path, {}).get(name))}
             for path, has in before.items()
         }
-        return cls(given or fingerprint(smoother.model), None if given else kept, shape, low, high, logits)
+        return cls(given or fingerprint(smoother.model), None if given else kept, inputs, logits)
 
     def runs_plainly(self, smoother: Smoother) -> bool:
         """Whether a smoother adds the noise that :class:`Smoother` adds: a file can bring back no other."""
         if type(smoother) is Smoother:
             return True
-        if self.shape is None:
+        if self.inputs is None:
             return False
-        inputs = probes(self.shape, self.low, self.high)
-        own, plain = (_noisy(one, inputs, 2) for one in (smoother, _plain_smoother(smoother, smoother.noise)))
+        own, plain = (_noisy(one, self.inputs, 2) for one in (smoother, smoother.under(smoother.noise, compile=False)))
         return own is not None and plain is not None and torch.allclose(own, plain, rtol=1e-3, atol=1e-3)
 
     def refuse_other(self, smoother: Smoother, given: str | None = None) -> None:
@@ -291,13 +296,13 @@ class Identity:
                 raise InputError(f"{begin}{difference}; {advice}")
         if found != self.fingerprint:
             raise InputError(f"{begin}fingerprint {found[:12]}, expected {str(self.fingerprint)[:12]}; {advice}")
-        if self.outputs is None or self.shape is None:
+        if self.outputs is None or self.inputs is None:
             return
-        logits = probe_logits(smoother, probes(self.shape, self.low, self.high))
+        logits = probe_logits(smoother, self.inputs)
         if logits is None or logits.shape != self.outputs.shape:
             shape = None if logits is None else list(logits.shape)
             raise InputError(
-                f"{begin}on {len(self.outputs)} fixed inputs {list(self.shape)} it gives "
+                f"{begin}on {len(self.outputs)} fixed inputs {list(self.inputs.shape[1:])} it gives "
                 f"{'no finite logits' if shape is None else f'logits {shape}'}, expected {list(self.outputs.shape)}; {advice}"
             )
         spread = min(1.0, float(self.outputs.max() - self.outputs.min()))

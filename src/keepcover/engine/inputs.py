@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, Subset
 
-from keepcover.errors import InputError, KeepcoverWarning
+from keepcover.errors import InputError, warn
 from keepcover.noise.stream import widened
 from keepcover.tasks.metrics import as_labels
 
@@ -66,19 +65,23 @@ class InputRange:
     shape: tuple[int, ...] | None  # None where images of several shapes were seen
     low: float
     high: float
+    tokens: bool = False  # integers
 
     @classmethod
     def of(cls, images: Tensor) -> InputRange:
-        return cls(tuple(images.shape[1:]), *extremes(images))
+        low, high = extremes(images)
+        return cls(tuple(images.shape[1:]), float(low), float(high), not images.is_floating_point())
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> InputRange:
         shape = None if saved["shape"] is None else tuple(saved["shape"])
-        return cls(shape, float(saved["low"]), float(saved["high"]))
+        return cls(shape, float(saved["low"]), float(saved["high"]), bool(saved["tokens"]))
 
     def union(self, other: InputRange) -> InputRange:
+        if self.tokens != other.tokens:
+            raise InputError("expected tokens (integers) or numbers (floats), got batches of both")
         shape = self.shape if self.shape == other.shape else None
-        return InputRange(shape, min(self.low, other.low), max(self.high, other.high))
+        return InputRange(shape, min(self.low, other.low), max(self.high, other.high), self.tokens)
 
     def __str__(self) -> str:
         shape = "several shapes" if self.shape is None else str(list(self.shape))
@@ -87,11 +90,11 @@ class InputRange:
     def check(self, images: Any, epsilon: float) -> None:
         """Refuse inputs of another shape, and images in other units: twice their own span away, attack included."""
         images = torch.as_tensor(images)
-        if self.shape not in (None, tuple(images.shape[1:])):
-            raise InputError(
-                f"the predictor was calibrated on inputs [n, {', '.join(map(str, self.shape or ()))}], got "
-                f"[{', '.join(map(str, images.shape))}]"
-            )
+        if self.shape is not None:
+            check_shape(self.shape, images)
+        if self.tokens != (not images.is_floating_point()) and images.ndim == 2:
+            kinds = ("numbers (floats)", "tokens (integers)")
+            raise InputError(f"the predictor was calibrated on {kinds[self.tokens]}, got {images.dtype}")
         if images.ndim < 3 or not images.is_floating_point() or images.numel() == 0:
             return  # features may have outliers; what is not float is refused elsewhere
         low, high = extremes(images)
@@ -101,6 +104,14 @@ class InputRange:
                 f"the predictor was calibrated on values in [{self.low:.3g}, {self.high:.3g}], got values in [{low:.3g}, "
                 f"{high:.3g}]; bring the images to the same units"
             )
+
+
+def check_shape(expected: tuple[int, ...], images: Any) -> None:
+    """Refuse inputs of another shape than the calibrated one."""
+    found = tuple(torch.as_tensor(images).shape)
+    if found[1:] != expected:
+        known = ", ".join(map(str, expected))
+        raise InputError(f"the predictor was calibrated on inputs [n, {known}], got [{', '.join(map(str, found))}]")
 
 
 class _Watched:
@@ -117,43 +128,53 @@ class _Watched:
 
 def watched(data: Any, look: Callable[[Any], None]) -> Any:
     """The same data; ``look`` is called with the images of every batch before anything else sees them."""
-    if isinstance(data, Tensor | np.ndarray):
-        look(data)
-    elif _is_pair(data):
-        look(data[0])
-    else:
+    images, _ = _in_one_piece(data)
+    if images is None:
         return _Watched(data, look)
+    look(images)
     return data
 
 
 def length(data: Any) -> int | None:
     """How many examples there are, where that is known before reading them."""
+    images, _ = _in_one_piece(data)
+    if images is not None:
+        return len(images)
     if isinstance(data, _Watched):
         return length(data.data)
     if isinstance(data, DataLoader):
-        return _loader_length(data)
-    if _is_pair(data):
-        return len(data[0])
+        if data.batch_sampler is None or not isinstance(data.sampler, Sized):
+            return None
+        picked = len(data.sampler)
+        return picked // data.batch_size * data.batch_size if data.drop_last and data.batch_size else picked
     if isinstance(data, tuple | list):  # of batches
         return sum(len(_pair(batch)[0]) for batch in data)
     return len(data) if isinstance(data, Sized) else None
 
 
-def _loader_length(loader: DataLoader[Any]) -> int | None:
-    """Examples that one pass of a loader yields: what its sampler picks, less a dropped last batch."""
-    if loader.batch_sampler is None or not isinstance(loader.sampler, Sized):
-        return None
-    picked = len(loader.sampler)
-    return picked // loader.batch_size * loader.batch_size if loader.drop_last and loader.batch_size else picked
+def in_order(data: Any) -> int | None:
+    """:func:`length` of data whose examples are known by their places, as the groups of a promise are; or a number as it is.
+
+    A loader that shuffles gives examples at other places than the caller's, and would hand each the group of another.
+    """
+    if isinstance(data, int | None):
+        return data
+    if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
+        by = data.batch_sampler
+        if not isinstance(data.sampler if by is None else getattr(by, "sampler", None), SequentialSampler):
+            raise InputError(
+                "groups belong to points by their places, and this loader reads points in an order of its own: give its dataset, or "
+                "a loader that does not shuffle"
+            )
+    return length(data)
 
 
-def _is_pair(data: Any) -> bool:
-    """(images, labels) in memory, as opposed to a tuple of batches."""
-    return (
-        isinstance(data, tuple)
-        and len(data) == 2
-        and all(isinstance(part, Tensor | np.ndarray | list) for part in data)
-    )
+def _in_one_piece(data: Any) -> tuple[Any, Any]:
+    """Images and labels in memory, labels None where there are none; (None, None) for a tuple of batches and all else."""
+    if isinstance(data, Tensor | np.ndarray):
+        return data, None
+    parts = data if isinstance(data, tuple) and len(data) == 2 else [None]
+    return (data[0], data[1]) if all(isinstance(part, Tensor | np.ndarray | list) for part in parts) else (None, None)
 
 
 def in_memory(data: Any) -> bool:
@@ -182,7 +203,7 @@ class Rows:
         images = batch.images.flatten(1).cpu()
         # In float32 where that loses nothing, and with one zero: what is equal as numbers has equal bytes.
         narrow = images.float()
-        rows = ((narrow if torch.equal(narrow.to(images.dtype), images) else images) + 0.0).numpy()
+        rows = ((narrow if torch.equal(narrow.to(images.dtype), images) else images.double()) + 0.0).numpy()
         labels = [None] * len(batch) if batch.labels is None else batch.labels.tolist()
         for row, label in zip(rows, labels, strict=True):
             self._digests += hashlib.blake2b(row.tobytes(), digest_size=8, salt=str(label).encode()[-16:]).digest()
@@ -209,10 +230,10 @@ def take(data: Any, rows: Sequence[int] | Tensor) -> Any:
         (tensor([9., 0.]), tensor([3, 0]))
     """
     index = torch.as_tensor(rows, dtype=torch.int64)
-    if isinstance(data, Tensor | np.ndarray):
-        return torch.as_tensor(data)[index]
-    if _is_pair(data):
-        return torch.as_tensor(data[0])[index], as_labels(data[1])[index]
+    images, labels = _in_one_piece(data)
+    if images is not None:
+        some = torch.as_tensor(images)[index]
+        return some if labels is None else (some, as_labels(labels)[index])
     if hasattr(data, "subset"):  # a dataset that knows how, and keeps its workers
         return data.subset(index)
     if isinstance(data, Dataset) and isinstance(data, Sized):
@@ -241,20 +262,14 @@ def batches(data: Any, ids: Any = None, size: int | None = None, labelled: bool 
         images = check_images(images, first=offset == 0)
         if labels is not None:
             labels = as_labels(labels)
-            if labels.shape != (len(images),):
-                raise InputError(
-                    f"expected one label per image, got {len(images)} images and labels {tuple(labels.shape)}"
-                )
-        if given is None:
-            batch_ids = torch.arange(offset, offset + len(images))
-        else:
-            batch_ids = given[offset : offset + len(images)]
-            if len(batch_ids) != len(images):
-                raise InputError(
-                    f"expected one id per image, got {len(given)} ids for at least {offset + len(images)} images"
-                )
-        offset += len(images)
-        yield Batch(images, labels, batch_ids)
+            if labels.ndim < 1 or len(labels) != len(images):
+                found = f"{len(images)} images and labels {tuple(labels.shape)}"
+                raise InputError(f"expected one label per image, got {found}")
+        end = offset + len(images)
+        if given is not None and len(given) < end:
+            raise InputError(f"expected one id per image, got {len(given)} ids for at least {end} images")
+        yield Batch(images, labels, torch.arange(offset, end) if given is None else given[offset:end])
+        offset = end
     if offset == 0:
         raise InputError("expected at least one image, got none")
     if given is not None and len(given) != offset:
@@ -275,11 +290,14 @@ def check_images(images: Any, first: bool = True) -> Tensor:
     """Float images without NaN, in float32 or as they come in float64; on the first batch, a warning where the pixel range
     makes epsilon meaningless.
 
-    Vectors [n, features] are not pixels: their units are their owner's, so their range is not judged.
+    Vectors [n, features] are not pixels: their units are their owner's, so their range is not judged. Integers [n, length] are
+    tokens and stay what they are.
     """
     images = torch.as_tensor(images)
     if images.ndim < 2:
         raise InputError(f"expected images [n, ...], got shape {tuple(images.shape)}; add a batch dimension")
+    if images.ndim == 2 and not images.is_floating_point() and images.dtype != torch.bool:
+        return images.long()
     if not images.is_floating_point():
         raise InputError(
             f"expected float images in [0, 1], got {images.dtype}; convert with images.float() / 255 (epsilon and sigma "
@@ -289,22 +307,32 @@ def check_images(images: Any, first: bool = True) -> Tensor:
     if not (math.isfinite(low) and math.isfinite(high)):
         bad = int((~images.isfinite()).flatten(1).any(dim=1).nonzero()[0, 0])
         raise InputError(f"images contain NaN or infinity, first in image {bad} of the batch; clean the data first")
-    if first and images.ndim > 2:
-        if high > 8:
-            warnings.warn(
-                f"pixels reach {high:g}: images seem to be in 0-255, so epsilon and sigma would be 255 times too small; "
-                "divide by 255",
-                KeepcoverWarning,
-                stacklevel=3,
-            )
-        elif low < -0.75 or high > 1.75:  # beyond what an attack within reason does to pixels in [0, 1]
-            warnings.warn(
-                f"pixels range over [{low:.2f}, {high:.2f}]: images seem to be normalised already, so epsilon is no longer "
-                "in pixel units; put the normalisation inside the model and pass images in [0, 1]",
-                KeepcoverWarning,
-                stacklevel=3,
-            )
+    if first and images.ndim > 2 and high > 8:
+        warn(
+            f"pixels reach {high:g}: images seem to be in 0-255, so epsilon and sigma would be 255 times too small; divide by 255"
+        )
+    elif first and images.ndim > 2 and (low < -0.75 or high > 1.75):  # beyond what a reasonable attack does to [0, 1]
+        warn(
+            f"pixels range over [{low:.2f}, {high:.2f}]: images seem to be normalised already, so epsilon is no longer in pixel "
+            "units; put the normalisation inside the model and pass images in [0, 1]"
+        )
     return widened(images)
+
+
+def warn_of_units(inputs: Tensor) -> None:
+    """Say so where features [n, d] differ more than tenfold in scale: one L2 length over them means little.
+
+    What lies in [0, 1] is taken for pixels, which share their unit however little some of them change.
+    """
+    if len(inputs) < 2 or not inputs.is_floating_point() or (inputs.amin() >= 0 and inputs.amax() <= 1):
+        return
+    spread = inputs.double().std(dim=0)
+    spread = spread[spread > 0]
+    if len(spread) and spread.max() > 10 * spread.min():
+        warn(
+            f"standard deviations of features reach from {float(spread.min()):.3g} to {float(spread.max()):.3g}, and epsilon and sigma are "
+            'one length over all of them: give input_scale="std", or one unit per feature'
+        )
 
 
 def check_table(values: Any, what: str) -> Tensor:
@@ -344,24 +372,17 @@ _USUAL = 256  # examples per batch
 _SMALL = 2**20  # numbers in a batch of small examples: few batches, each of which a CPU's cache can hold
 
 
-def _rows(images: Any) -> int:
-    """Examples per batch where they need not be read, only cut."""
-    each = math.prod(images.shape[1:]) if isinstance(images, Tensor | np.ndarray) else _SMALL
-    return max(_USUAL, _SMALL // max(1, each))
-
-
 def _raw_batches(data: Any, size: int | None = None) -> Iterator[Any]:
-    if isinstance(data, Tensor | np.ndarray):
-        size = size or _rows(data)
-        for at in range(0, len(data), size):
-            yield data[at : at + size]
-    elif _is_pair(data):
-        images, labels = data[0], as_labels(data[1])
-        if len(images) != len(labels):
+    images, labels = _in_one_piece(data)
+    if images is not None:
+        labels = None if labels is None else as_labels(labels)
+        if labels is not None and len(images) != len(labels):
             raise InputError(f"expected as many labels as images, got {len(images)} images and {len(labels)} labels")
-        size = size or _rows(images)
+        each = math.prod(images.shape[1:]) if isinstance(images, Tensor | np.ndarray) else _SMALL
+        size = size or max(_USUAL, _SMALL // max(1, each))
         for at in range(0, len(images), size):
-            yield images[at : at + size], labels[at : at + size]
+            some = images[at : at + size]
+            yield some if labels is None else (some, labels[at : at + size])
     elif isinstance(data, DataLoader):
         yield from data
     elif isinstance(data, Dataset):

@@ -38,6 +38,8 @@ class RememberingSmoother(Smoother):
         True
     """
 
+    measures = False  # what is remembered takes no time, whatever its size
+
     def __init__(
         self,
         model: Classifier,
@@ -53,10 +55,10 @@ class RememberingSmoother(Smoother):
         self._seen: OrderedDict[tuple[str, Stream], Tensor] = OrderedDict()
         self._bytes, self._books = 0, threading.Lock()
 
-    def images_per_chunk(self, images: Tensor, draws: int) -> int:  # noqa: ARG002
+    def images_per_chunk(self, images: Tensor, draws: int, share: float = 1.0) -> int:  # noqa: ARG002
         return CHUNK
 
-    def _chunk(self, images: Tensor, ids: Tensor, span: range, stream: Stream) -> Tensor:
+    def _chunk(self, images: Tensor, ids: Tensor, span: range, stream: Stream, share: float = 1.0) -> Tensor:
         content = hashlib.sha256(images.cpu().contiguous().numpy().tobytes() + ids.cpu().numpy().tobytes()).hexdigest()
         key = (content, stream)
         with self._books:
@@ -65,28 +67,18 @@ class RememberingSmoother(Smoother):
                 self._seen.move_to_end(key)
         done = 0 if known is None else known.shape[1]
         if done < span.stop:
-            more = self._fresh(images, ids, range(done, span.stop), stream)
+            more = super()._chunk(images, ids, range(done, span.stop), stream, share).cpu()
             known = more if known is None else torch.cat([known, more], dim=1)
             self._keep(key, known)
         assert known is not None
         return known[:, span.start : span.stop].to(self.device)
 
-    def _fresh(self, images: Tensor, ids: Tensor, span: range, stream: Stream) -> Tensor:
-        """Noisy outputs in pieces of one forward pass each, so that other threads get the model in between."""
-        rows = self._rows(images)
-        per_step, draws = max(1, rows // len(span)), min(len(span), rows)
-        steps = []
-        for at in range(0, len(images), per_step):
-            parts = []
-            for begin in range(0, len(span), draws):
-                piece = span[begin : begin + draws]
-                with self.lock:
-                    part = super()._chunk(images[at : at + per_step], ids[at : at + per_step], piece, stream).cpu()
-                parts.append(part)
-                if self.look:
-                    self.look(part.shape[0] * part.shape[1])
-            steps.append(torch.cat(parts, dim=1))
-        return torch.cat(steps)
+    def _run(self, inputs: Tensor) -> Tensor:
+        with self.lock:
+            outputs = super()._run(inputs)
+        if self.look:
+            self.look(len(outputs))
+        return outputs
 
     def _keep(self, key: tuple[str, Stream], outputs: Tensor) -> None:
         with self._books:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from keepcover.engine.arrivals import IN_FLIGHT, Gathered, to_host
 from keepcover.engine.devices import checked_device
 from keepcover.engine.inputs import Batch, batches, length
-from keepcover.engine.progress import Bar, Report
-from keepcover.errors import InputError, KeepcoverWarning
+from keepcover.engine.pace import Pace
+from keepcover.engine.progress import Bar, Progress
+from keepcover.errors import InputError, reason, warn
 from keepcover.noise import Noise, Stream, get_noise
 from keepcover.noise.stream import widened
 
@@ -46,11 +47,9 @@ def evaluation_mode(model: Classifier) -> Iterator[None]:
         yield
         return
     if any(isinstance(module, _MODE_DEPENDENT) and module.training for module in model.modules()):
-        warnings.warn(
+        warn(
             "the model was left in train mode; dropout and batch norm would change the certified function from call to "
-            "call, so it is run in eval mode here. Call model.eval() first",
-            KeepcoverWarning,
-            stacklevel=3,
+            "call, so it is run in eval mode here. Call model.eval() first"
         )
     with _holding:
         own = [module for module in model.modules() if module.training or id(module) in _held]
@@ -66,6 +65,12 @@ def evaluation_mode(model: Classifier) -> Iterator[None]:
                 if not _held[id(module)]:
                     del _held[id(module)]
                     module.training = True
+
+
+def bound(model: Classifier, noise: Noise) -> Classifier:
+    """The model that runs under this noise: one that must know its noise (a denoiser) has a method ``under_noise``."""
+    bind = getattr(model, "under_noise", None)
+    return model if bind is None else bind(noise)
 
 
 def as_range(draws: int | range) -> range:
@@ -90,15 +95,20 @@ class Smoother:
     where the first 256 ended.
 
     Args:
-        model: ``images -> outputs``, an ``nn.Module`` or any callable; normalisation belongs inside it.
+        model: ``images -> outputs``, an ``nn.Module`` or any callable; normalisation belongs inside it. One that must know
+            the noise, such as :func:`keepcover.denoised`, is bound to it.
         noise: what is added; a number is the sigma of Gaussian noise in pixel units, and 0 runs the model as it is.
-        batch_size: noisy images per forward pass; chosen from the image size and device when not given.
+        batch_size: noisy images per forward pass; chosen from the image size and device when not given, and on a CPU by
+            timing a few sizes once the work is long enough to gain by it. Noise is keyed by id and draw: sizes change outputs
+            by rounding alone. Give a size where two runs shall agree bit by bit.
         device: where a plain callable expects its input; a module's own parameters decide for modules.
         autocast: dtype for mixed precision. Like the next two it changes the function that is certified, so it must be
             the same at calibration and prediction; saved predictors remember it.
         channels_last: memory format of the network's input.
         compile: run the module through ``torch.compile``, once for batches of any size. On a GPU, cuDNN times its
             algorithms for every size and keeps the fastest, so batches are filled up to one of eight sizes per octave.
+        input_scale: one unit per feature, for inputs [n, features] of different units: noise, and the attack that it answers,
+            are then measured in these units. It is one of the numerics too.
         progress: show a bar on a terminal; or a function called with (done, total).
 
     Example:
@@ -106,6 +116,8 @@ class Smoother:
         >>> smoother.logits(torch.zeros(2, 1, 2, 2), draws=5, stream=Stream(0, "test")).shape
         torch.Size([2, 5, 3])
     """
+
+    measures = True  # whether passes may be timed to choose their size
 
     def __init__(
         self,
@@ -117,33 +129,60 @@ class Smoother:
         autocast: torch.dtype | None = None,
         channels_last: bool = False,
         compile: bool = False,
-        progress: bool | Report = True,
+        input_scale: Sequence[float] | None = None,
+        progress: Progress = True,
     ) -> None:
         if not callable(model):
             raise InputError(f"expected a model that maps images to logits, got {type(model).__name__}")
         if batch_size is not None and batch_size < 1:
             raise InputError(f"expected a batch size of at least 1, got {batch_size}")
-        self.model, self.noise, self.batch_size = model, get_noise(noise), batch_size
+        self.noise, self.batch_size = get_noise(noise), batch_size
+        self.model = model = bound(model, self.noise)
         first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-        self.device = (
-            checked_device(device) if device is not None else first.device if first is not None else torch.device("cpu")
-        )
+        own = torch.device("cpu") if first is None else first.device
+        self.device = own if device is None else checked_device(device)
         self.autocast, self.channels_last, self.compile, self.progress = autocast, channels_last, compile, progress
-        self._forward: Callable[[Tensor], Tensor] = torch.compile(model) if compile else model  # type: ignore[assignment]
+        self.input_scale = None if input_scale is None else check_scale(input_scale)
+        self.scaled_model = model = model if self.input_scale is None else _Rescaled(model, self.input_scale)
+        self._forward: Callable[[Tensor], Tensor] = model
+        if compile:
+            # Compiled, the change of layout is part of the network's first kernel; before it, a pass over memory of its own.
+            self._forward = torch.compile(_laid_out(type(model))(model) if channels_last else model)  # type: ignore[assignment]
 
     @property
     def numerics(self) -> dict[str, Any]:
         """What changes the certified function besides the weights."""
         dtype = None if self.autocast is None else str(self.autocast).removeprefix("torch.")
-        return {"autocast": dtype, "channels_last": self.channels_last, "compile": self.compile}
+        units = {} if self.input_scale is None else {"input_scale": list(self.input_scale)}
+        return {"autocast": dtype, "channels_last": self.channels_last, "compile": self.compile, **units}
+
+    def scaled(self, images: Tensor) -> Tensor:
+        """Inputs in the units of :attr:`input_scale`, which ``scaled_model`` takes; as they are where there are none."""
+        return images if self.input_scale is None else images.double() / _units(self.input_scale, images)
+
+    def under(self, noise: Noise | str | float, model: Classifier | None = None, **changes: Any) -> Smoother:
+        """The same model, or another, run in the same way, but for ``changes``, under another noise."""
+        options = ("batch_size", "device", "autocast", "channels_last", "compile", "input_scale", "progress")
+        how = {name: getattr(self, name) for name in options} | changes
+        return Smoother(self.model if model is None else model, noise, **how)
 
     def logits(
-        self, images: Float[Tensor, "n ..."], draws: int | range, stream: Stream, ids: Int[Tensor, " n"] | None = None
-    ) -> Float[Tensor, "n draws k"]:
+        self, images: Shaped[Tensor, "n ..."], draws: int | range, stream: Stream, ids: Int[Tensor, " n"] | None = None
+    ) -> Float[Tensor, "n draws ..."]:
         """Noisy logits of a few images, all kept."""
         ids = torch.arange(len(images)) if ids is None else ids
         with evaluation_mode(self.model), torch.inference_mode():
-            return _finite(self._chunk(images, ids, as_range(draws), stream))
+            outputs = self._chunk(images, ids, as_range(draws), stream)
+            _expect_finite(_all_finite(outputs))
+            return outputs
+
+    def clean(self, images: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
+        """Outputs of a few images as they are, without noise: a denoiser passes them on."""
+        if self.noise.certifies and hasattr(self.model, "under_noise"):
+            return self.under(0.0, compile=False).clean(images)
+        with evaluation_mode(self.model), torch.inference_mode():
+            images = images.to(self.device, non_blocking=True)
+            return self._run(images.float() if images.is_floating_point() else images)
 
     def stream(
         self,
@@ -152,35 +191,41 @@ class Smoother:
         stream: Stream,
         ids: Any = None,
         labelled: bool = False,
-        progress: bool | Report | None = None,
-    ) -> Iterator[tuple[Batch, Float[Tensor, "b draws k"]]]:
+        progress: Progress | None = None,
+        steady: bool = False,
+    ) -> Iterator[tuple[Batch, Float[Tensor, "b draws ..."]]]:
         """Noisy logits of any data, chunk by chunk: memory does not grow with the number of images.
 
         On a GPU the host runs ahead: the next images are on their way while the network works, and a chunk's outputs are
         looked at for NaN two chunks later. The stream ends only when all of them are known to be finite. Images and ids
-        of a batch are on the device; labels stay on the CPU. ``progress`` is the smoother's own unless given.
+        of a batch are on the device; labels stay on the CPU. ``progress`` is the smoother's own unless given; ``steady``
+        passes have the size that follows from the image alone, so that a machine computes the same bits again.
         """
         span = as_range(draws)
         size = max(256, self.most_rows // len(span))
         asked = ((batch, span, stream) for batch in batches(data, ids, size=size, labelled=labelled))
-        for batch, _, outputs in self.streams(asked, length(data), progress):
+        for batch, _, outputs in self.streams(asked, length(data), progress, steady):
             yield batch, outputs
 
     def streams(
         self,
         asked: Iterable[tuple[Batch, range, Stream]],
         total: int | None = None,
-        progress: bool | Report | None = None,
+        progress: Progress | None = None,
+        steady: bool = False,
     ) -> Iterator[tuple[Batch, Stream, Tensor]]:
         """Noisy outputs of batches that each name their draws and their noise, in chunks of one forward pass each."""
         late: deque[Callable[[], Tensor]] = deque()
+        pace = Pace(self.measures and self.batch_size is None and self.device.type == "cpu" and not steady)
         with (
             evaluation_mode(self.model),
             Bar("smoothing", total, self.progress if progress is None else progress) as bar,
         ):
-            for part, span, stream in self._ahead(self._cut(asked)):
+            for part, span, stream in self._ahead(self._cut(asked, pace)):
                 with torch.inference_mode():
-                    outputs = self._chunk(part.images, part.ids, span, stream)
+                    began, full = time.perf_counter(), pace.share * self._rows(part.images)
+                    outputs = self._chunk(part.images, part.ids, span, stream, pace.share)
+                    pace.passed(len(part) * len(span), full, time.perf_counter() - began)
                     late.append(to_host(_all_finite(outputs)))
                 while len(late) > (IN_FLIGHT if outputs.is_cuda else 0):
                     _expect_finite(late.popleft()())
@@ -189,12 +234,14 @@ class Smoother:
             for finite in late:
                 _expect_finite(finite())
 
-    def _cut(self, asked: Iterable[tuple[Batch, range, Stream]]) -> Iterator[tuple[Batch, range, Stream]]:
+    def _cut(self, asked: Iterable[tuple[Batch, range, Stream]], pace: Pace) -> Iterator[tuple[Batch, range, Stream]]:
         """Batches small enough for one forward pass."""
         for batch, span, stream in asked:
-            per_chunk = self.images_per_chunk(batch.images, len(span))
-            for at in range(0, len(batch), per_chunk):
-                yield batch[at : at + per_chunk], span, stream
+            at = 0
+            while at < len(batch):
+                part = batch[at : at + self.images_per_chunk(batch.images, len(span), pace.share)]
+                at += len(part)
+                yield part, span, stream
 
     def _ahead(self, parts: Iterable[tuple[Batch, range, Stream]]) -> Iterator[tuple[Batch, range, Stream]]:
         """Each part on the device: copied from pinned memory, beside the network's work on the one before."""
@@ -254,30 +301,28 @@ class Smoother:
         """Noisy images per forward pass."""
         if self.batch_size is not None:
             return self.batch_size
-        budget = 2**21 if self.device.type == "cpu" else 2**26
+        budget = 2**17 if self.device.type == "cpu" else 2**26
         return max(16, min(self.most_rows, budget // max(1, images[0].numel())))
 
-    def images_per_chunk(self, images: Tensor, draws: int) -> int:
-        """Images whose noisy copies fit into one forward pass; at least one."""
-        return max(1, self._rows(images) // draws)
+    def images_per_chunk(self, images: Tensor, draws: int, share: float = 1.0) -> int:
+        """Images whose noisy copies fit into one forward pass of ``share`` of the usual size; at least one."""
+        return max(1, int(share * self._rows(images)) // draws)
 
-    def _chunk(self, images: Tensor, ids: Tensor, span: range, stream: Stream) -> Tensor:
-        images = widened(images).to(self.device, non_blocking=True)
+    def _chunk(self, images: Tensor, ids: Tensor, span: range, stream: Stream, share: float = 1.0) -> Tensor:
+        images = self.scaled(widened(images)).to(self.device, non_blocking=True)
         ids = ids.to(self.device, non_blocking=True)
         if not self.noise.certifies:  # there is none: every draw is the same
             once = self._forward_all(images, ids, range(1), stream, self._rows(images), 1)
             return once.expand(-1, len(span), *once.shape[2:])
         while True:
-            rows = self._rows(images)
+            rows = max(1, int(share * self._rows(images)))
             try:
-                out = self._forward_all(images, ids, span, stream, max(1, rows // len(span)), min(len(span), rows))
-                break
+                return self._forward_all(images, ids, span, stream, max(1, rows // len(span)), min(len(span), rows))
             except torch.cuda.OutOfMemoryError:
                 if rows <= 1:
                     raise
                 self.batch_size = rows // 2
                 torch.cuda.empty_cache()
-        return out
 
     def _forward_all(
         self, images: Tensor, ids: Tensor, span: range, stream: Stream, per_step: int, draws_per_step: int
@@ -298,22 +343,81 @@ class Smoother:
         asked = len(inputs)
         if self.compile:
             inputs = _filled_up(inputs, self._rows(inputs))
-        if self.channels_last and inputs.ndim == 4:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
-        if self.compile:
             torch._dynamo.maybe_mark_dynamic(inputs, 0)  # else the second size would be compiled afresh, and the third
+        elif self.channels_last and inputs.ndim == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        cast = torch.autocast(self.device.type, self.autocast) if self.autocast else contextlib.nullcontext()
         try:
-            with timed_algorithms(self.compile), _cast(self.device.type, self.autocast):
+            with timed_algorithms(self.compile), cast:
                 out = self._forward(inputs)
         except torch.cuda.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # what torch raises where shapes, types or devices do not fit
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise InputError(f"the model fails on inputs {list(inputs.shape)}: {reason}") from error
+        except (RuntimeError, IndexError) as error:  # what torch raises where shapes, types or tokens do not fit
+            raise InputError(f"the model fails on inputs {list(inputs.shape)}: {reason(error)}") from error
         if not isinstance(out, Tensor) or out.ndim < 1 or len(out) != len(inputs):
             found = f"{tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-            raise InputError(f"expected the model to return outputs [{len(inputs)}, ...], one per input, got {found}")
+            raise InputError(
+                f"expected the model to return outputs [{len(inputs)}, ...], one per input, got {found}; "
+                "return the logits alone"
+            )
         return out[:asked].float()
+
+
+@cache
+def _laid_out(kind: type) -> type[nn.Module]:
+    """Models of this class with their input in channels-last memory. A class each: torch keeps compiled code by the function that
+    runs, a few versions of each.
+    """
+
+    class LaidOut(nn.Module):
+        def __init__(self, model: Classifier) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.model(inputs.contiguous(memory_format=torch.channels_last) if inputs.ndim == 4 else inputs)
+
+    LaidOut.forward.__code__ = LaidOut.forward.__code__.replace(co_name=f"forward_{kind.__name__}")
+    return LaidOut
+
+
+class _Rescaled(nn.Module):
+    """A model that takes inputs in units of ``scale``."""
+
+    def __init__(self, model: Classifier, scale: tuple[float, ...]) -> None:
+        super().__init__()
+        self.model, self.scale = model, scale
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.model(inputs * _units(self.scale, inputs).to(inputs.dtype))
+
+
+def _units(scale: tuple[float, ...], inputs: Tensor) -> Tensor:
+    if inputs.ndim != 2 or inputs.shape[1] != len(scale):
+        raise InputError(
+            f"input_scale has {len(scale)} units, one per feature of inputs [n, {len(scale)}], got {list(inputs.shape)}"
+        )
+    return torch.tensor(scale, dtype=torch.float64, device=inputs.device)
+
+
+def check_scale(given: Any) -> tuple[float, ...]:
+    """One positive unit per feature, or an error.
+
+    Example:
+        >>> check_scale([1, 0.5])
+        (1.0, 0.5)
+    """
+    try:
+        scale = tuple(float(value) for value in given)
+    except (TypeError, ValueError):
+        raise InputError(f'expected input_scale="std" or one positive number per feature, got {given!r}') from None
+    bad = [k for k, value in enumerate(scale) if not 0 < value < float("inf")]
+    if bad or not scale:
+        raise InputError(
+            f"expected positive units in input_scale, got {scale[bad[0]] if bad else 'none'}"
+            + (f" for feature {bad[0]}; a feature that never changes has no standard deviation: drop it" if bad else "")
+        )
+    return scale
 
 
 def numeric_options(numerics: dict[str, Any]) -> dict[str, Any]:
@@ -326,7 +430,8 @@ def numeric_options(numerics: dict[str, Any]) -> dict[str, Any]:
     if not numerics:
         return {}
     flags = [type(numerics.get(name)) is bool for name in ("channels_last", "compile")]
-    if not all(flags) or len(numerics) != 3 or numerics.get("autocast", "") not in AUTOCAST:
+    known = 3 + ("input_scale" in numerics)
+    if not all(flags) or len(numerics) != known or numerics.get("autocast", "") not in AUTOCAST:
         raise InputError(
             f"expected autocast (bfloat16, float16 or none), channels_last and compile (true or false), got {numerics}"
         )
@@ -337,10 +442,6 @@ def numeric_options(numerics: dict[str, Any]) -> dict[str, Any]:
 def _copying(device: torch.device) -> torch.cuda.Stream:
     """One stream per device for copies to it: memory is pooled by stream, and a new one each time would begin with none."""
     return torch.cuda.Stream(device)
-
-
-def _cast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if dtype is None else torch.autocast(device, dtype)
 
 
 @contextlib.contextmanager
@@ -376,8 +477,3 @@ def _all_finite(logits: Tensor) -> Tensor:
     """Whether they are, as a tensor: one pass, nothing kept, and the host does not wait. NaN is neither above nor below."""
     low, high = logits.aminmax()
     return (low > -torch.inf) & (high < torch.inf)
-
-
-def _finite(logits: Tensor) -> Tensor:
-    _expect_finite(_all_finite(logits))
-    return logits

@@ -1,42 +1,48 @@
 """Filling a store: which chunks are left, and the one way in which a chunk is computed. Engines decide only where.
 
-Whoever fills a store goes through :class:`Filling`, so that all engines skip, write, refuse and sum up alike.
+Every engine goes through :class:`Filling`, so that all of them skip, write, refuse and sum up alike.
 """
 
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepcover.engine.arrivals import Gathered
 from keepcover.engine.inputs import Batch, batches, take
-from keepcover.engine.progress import Bar, Report
+from keepcover.engine.progress import Bar, Progress
 from keepcover.engine.smoother import Smoother
+from keepcover.errors import InputError, refusing
+from keepcover.files import check_folder
 from keepcover.store.grid import Chunk
 
 if TYPE_CHECKING:
     from keepcover.noise.stream import Stream
     from keepcover.store.folder import LogitStore
 
-SECONDS_BETWEEN_INDICES = 10.0
 
-
-@dataclass(frozen=True)
+@dataclass
 class Filled:
-    """What one call did to a store."""
+    """What one call did to a store, here or on a cluster."""
 
-    computed: int
-    reused: int
-    damaged: dict[str, str]  # file -> what was wrong with it; all of them were computed again
-    noisy_images: int
-    seconds: float
+    computed: int = 0
+    reused: int = 0
+    damaged: dict[str, str] = field(default_factory=dict)  # file -> what was wrong; all of them were computed again
+    noisy_images: int = 0
+    seconds: float = 0.0
+    workers: int = 0  # of a cluster, that computed something
+    lost_workers: int = 0
+    repeated_chunks: int = 0  # those that lost workers had
+    most_in_flight: int = 0  # chunks that were in the cluster at one time
 
 
 def read_chunk(data: Any, rows: range) -> Batch:
@@ -54,34 +60,26 @@ def read_chunk(data: Any, rows: range) -> Batch:
 
 def compute_chunk(
     smoother: Smoother,
-    images: Float[Tensor, "n ..."],
+    images: Shaped[Tensor, "n ..."],
     chunk: Chunk,
     stream: Stream,
-    advance: Callable[[int], None] | None = None,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> Float[Tensor, "n draws k"]:
-    """Noisy logits of a chunk's images, on the CPU.
+    """Noisy logits of a chunk's images, on the CPU; ``advance`` is told how many noisy images are done, pass by pass.
 
     How images share forward passes follows from the chunk, the shape of an image and the smoother's ``batch_size``, never
     from other chunks. So the same machine computes the same bits, whichever process does it and in whatever order.
-
-    Args:
-        smoother: the model under noise.
-        images: those of ``chunk.rows``.
-        chunk: its rows are the ids of the noise, its draws the draws.
-        stream: the noise.
-        advance: called with the number of noisy images done, pass by pass.
     """
     ids = torch.arange(chunk.rows.start, chunk.rows.stop)
     kept = Gathered(len(ids))
-    for part, logits in smoother.stream(images, chunk.draws, stream, ids, progress=False):
+    for part, logits in smoother.stream(images, chunk.draws, stream, ids, progress=False, steady=True):
         kept.add(logits)
-        if advance is not None:
-            advance(len(part) * len(chunk.draws))
+        advance(len(part) * len(chunk.draws))
     return kept.whole()
 
 
 def scattered(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """The same chunks: still the first draws of all images first, but the images in an order that nobody else has.
+    """The same chunks: still the first draws of all images first, but the images in an order of this process's own.
 
     Example:
         >>> chunks = [Chunk(range(k, k + 1), range(draw, draw + 2)) for draw in (0, 2) for k in range(9)]
@@ -95,8 +93,8 @@ def scattered(chunks: Sequence[Chunk]) -> list[Chunk]:
 class Filling:
     """One call's share of the work on a store. Use it as a context: leaving it sums up, whatever happened.
 
-    Others may be at work in the same folder. A chunk that has appeared before its turn is theirs, and every process goes
-    through the images in an order of its own: two that began together would else compute the same chunks side by side.
+    Other processes may be at work in the same folder. A chunk that has appeared before its turn is theirs, and every process
+    goes through the images in an order of its own: two that began together would else compute the same chunks side by side.
 
     Args:
         store: what to fill.
@@ -104,72 +102,70 @@ class Filling:
         show: show a bar on a terminal; or a function called with (done, total) noisy images.
     """
 
-    def __init__(self, store: LogitStore, draws: int | range, show: bool | Report) -> None:
+    def __init__(self, store: LogitStore, draws: int | range, show: Progress) -> None:
         self.store, self.start = store, time.monotonic()
         store.refresh()
-        self.todo, self.reused = scattered(store.missing(draws)), len(store.entries)
-        self._asked = list(self.todo)
-        self._damaged = {bad: why for bad, why in store.damaged.items() if any(bad.overlaps(one) for one in self.todo)}
-        self.computed, self.noisy_images = 0, 0
-        self._left, self._settled = sum(chunk.count for chunk in self.todo), 0
-        self.bar = Bar("smoothing", self._left, show)
-        self._indexed = self.start
+        self.todo, self.done = scattered(store.missing(draws)), Filled(reused=len(store.entries))
+        self.bar = Bar("smoothing", sum(chunk.count for chunk in self.todo), show)
 
     def __enter__(self) -> Filling:
-        if self.todo:
-            self.store.check_writable()
-            self.store.write_index()
+        if self.todo:  # else a store that is read-only is as good as any
+            check_folder(self.store.folder)
+        for bad, why in list(self.store.damaged.items()):
+            if any(bad.overlaps(chunk) for chunk in self.todo):
+                self.done.damaged[bad.name] = why
+                remove(self.store.folder / bad.name)
         return self
 
     def next(self) -> Chunk | None:
-        """The next chunk to compute, one that nobody has stored yet; None when none is left."""
+        """The next chunk to compute, one that is not stored yet; None when none is left."""
         while self.todo:
             chunk = self.todo.pop(0)
             if not self.store.has(chunk):
                 return chunk
-            self._settle(chunk)
             self.bar.advance(chunk.count)
         return None
 
-    def again(self, chunk: Chunk) -> None:
-        """Whoever was computing this chunk is lost: it is the next."""
-        self.todo.insert(0, chunk)
-
     def put(self, chunk: Chunk, logits: Float[Tensor, "n draws k"], labels: Int[Tensor, " n"]) -> None:
         """Store a chunk that was computed, unless another process has stored it meanwhile."""
-        self._settle(chunk)
         if not self.store.has(chunk):
             size = self.store.write(chunk, logits, labels)
-            if not self.computed:
-                self.store.refuse_too_large(self._left * size // chunk.count)
-        self.computed += 1
-        self.noisy_images += chunk.count
-        rate = self.noisy_images / max(time.monotonic() - self.start, 1e-9)
-        self.bar.label = f"smoothing {self._settled}/{len(self._asked)} chunks {rate:.0f}/s"
-        if time.monotonic() - self._indexed > SECONDS_BETWEEN_INDICES:
-            self.store.write_index()
-            self._indexed = time.monotonic()
+            if not self.done.computed:  # the size of the others is known now: better than after hours of computing
+                self._refuse_too_large(size // chunk.count)
+        self.done.computed += 1
+        self.done.noisy_images += chunk.count
+        self.bar.label = f"smoothing {self.done.noisy_images / max(time.monotonic() - self.start, 1e-9):.0f}/s"
 
-    def _settle(self, chunk: Chunk) -> None:
-        self._left -= chunk.count
-        self._settled += 1
+    def _refuse_too_large(self, each: int) -> None:
+        needed = each * sum(chunk.count for chunk in self.todo)
+        free = shutil.disk_usage(self.store.folder).free
+        if needed > free:
+            raise InputError(
+                f"the rest of this store needs {size_in_words(needed)} and {self.store.folder} has {size_in_words(free)} left; "
+                "free some space, ask for fewer images or draws, or evaluate the network without storing its logits "
+                "(keepcover.evaluation.Network)"
+            )
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.bar.close()
-        try:
-            if kind is None:
-                for bad in set(self._damaged) - set(self._asked):  # other chunks are in their place now
-                    self.store.remove(bad)
-        finally:
-            self.store.finish()
+        self.store.sweep()
+        self.done.seconds = time.monotonic() - self.start
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The fields of :class:`Filled`."""
-        return {
-            "computed": self.computed,
-            "reused": self.reused,
-            "damaged": {chunk.name: why for chunk, why in self._damaged.items()},
-            "noisy_images": self.noisy_images,
-            "seconds": time.monotonic() - self.start,
-        }
+
+def remove(path: Path) -> None:
+    """Delete a file of a store, or say why not."""
+    with refusing(f"cannot delete {path}", OSError, advice="mend that and run the same again"):
+        path.unlink(missing_ok=True)
+
+
+def size_in_words(count: int) -> str:
+    """Bytes for people.
+
+    Example:
+        >>> size_in_words(51_200_000)
+        '51.2 MB'
+    """
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} bytes"

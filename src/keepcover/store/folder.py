@@ -1,8 +1,7 @@
-"""The store itself: a folder of chunk files and an index that can always be derived from them.
+"""The store itself: a folder of chunk files, each of which says what the store is of.
 
-Workers write chunk files and nothing else, each under a temporary name that is then renamed; a chunk counts only if
-its checksum is right. There is no lock: whoever finishes writes the index, from what the folder holds. So several
-processes or machines may fill one store at once, at worst computing a chunk twice.
+Writers write chunk files, each under a temporary name that is then renamed; a chunk counts only if its checksum is right.
+There is no lock: several processes or machines may fill one store at once, at worst computing a chunk twice.
 
 The stored logits are rounded to float16. Whatever is certified on them is certified for the function "network, then
 rounding": that is a function of the noisy image like any other, so nothing is lost but a little resolution.
@@ -11,68 +10,46 @@ rounding": that is a function of the noisy image like any other, so nothing is l
 from __future__ import annotations
 
 import contextlib
-import errno
-import shutil
-import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
+from safetensors import safe_open
 from torch import Tensor
 
-from keepcover.engine.smoother import Smoother, evaluation_mode
-from keepcover.errors import InputError
+from keepcover.engine.progress import Bar
+from keepcover.engine.smoother import Smoother, as_range, evaluation_mode
+from keepcover.errors import InputError, reason, refusing
 from keepcover.files import make_folder, write_atomically
 from keepcover.sealing import DamagedError
-from keepcover.store.chunk import encode
-from keepcover.store.filling import Filled, Filling, compute_chunk, read_chunk
-from keepcover.store.grid import Chunk, Grid
-from keepcover.store.index import INDEX, Facts, find_facts, index_bytes, listing
+from keepcover.store.filling import Filled, Filling, compute_chunk, read_chunk, remove
+from keepcover.store.grid import Chunk, Grid, cover
 from keepcover.store.key import StoreKey
-from keepcover.store.reader import StoreReader
+from keepcover.store.layout import Facts, chunks_in, encode, find_facts, listing, stated
+from keepcover.store.logits_file import read_arrays
 from keepcover.tasks.metrics import check_labels
 
+Rows = slice | range | Sequence[int] | Tensor | None
+
 CHUNK_DRAWS = 64
-SECONDS_TO_BE_STALE = 86400.0  # a temporary file this old has lost its writer: writing one takes seconds
 CHUNK_ROWS = {"cpu": 2048, "cuda": 16384}  # noisy images per chunk unless asked otherwise: a minute, or one pass
+SECONDS_TO_BE_STALE = 86400.0  # a temporary file this old has lost its writer: writing one takes seconds
 
 
-class _Aside:
-    """One call at a time behind the caller's back: a chunk is written while the GPU computes the next.
+class Entry(NamedTuple):
+    """A chunk file whose checksum was right when it had this size and time."""
 
-    What a call raises comes out of :meth:`wait` or of leaving the context, so a failure costs one more chunk at most.
-    """
-
-    def __init__(self, apart: bool) -> None:
-        self._thread = ThreadPoolExecutor(1) if apart else None
-        self._last: Future[None] | None = None
-
-    def call(self, work: Callable[..., None], *arguments: Any) -> None:
-        if self._thread is None:
-            work(*arguments)
-        else:
-            self._last = self._thread.submit(work, *arguments)
-
-    def wait(self) -> None:
-        last, self._last = self._last, None
-        if last is not None:
-            last.result()
-
-    def __enter__(self) -> _Aside:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._thread is not None:
-            with self._thread:
-                self.wait()
+    classes: int
+    bytes: int
+    modified: int
 
 
-class LogitStore(StoreReader):
-    """Noisy logits of one model on one dataset, in a folder.
+class LogitStore:
+    """Noisy logits of one model on one dataset, in a folder. Every chunk is compared with its checksum before it is used.
 
     Example:
         >>> import tempfile
@@ -85,6 +62,29 @@ class LogitStore(StoreReader):
         ...     store.read(rows=slice(0, 2), draws=range(4, 16)).shape, store.labels.shape, more.reused
         (torch.Size([2, 12, 3]), torch.Size([6]), 1)
     """
+
+    def __init__(self, folder: Path, facts: Facts, progress: bool = True) -> None:
+        self.folder, self.facts, self.progress = folder, facts, progress
+        self.key, self.grid = facts.key, facts.grid
+        self.damaged: dict[Chunk, str] = {}  # what is wrong with a chunk
+        self._entries: dict[Chunk, Entry] = {}
+        self._listed = False
+
+    @classmethod
+    def at(cls, path: str | Path, progress: bool = True) -> LogitStore:
+        """A store that exists, by its own folder or by a folder that holds no other store."""
+        path = Path(path)
+        if not path.is_dir():
+            raise InputError(f"no folder at {path}; make a store with `keepcover smooth`")
+        inner = [one for one in (path, *(path / name for name in listing(path))) if chunks_in(one)]
+        if not inner:
+            raise InputError(f"{path} holds no store of noisy logits; make one with `keepcover smooth --out {path}`")
+        if len(inner) > 1 and inner[0] != path:
+            raise InputError(f"{path} holds several stores, name one of {', '.join(p.name for p in inner)}")
+        facts = find_facts(inner[0])
+        if facts is None:
+            raise InputError(f"{inner[0]} has no intact chunk; fill it again with `keepcover smooth`")
+        return cls(inner[0], facts, progress)
 
     @classmethod
     def open(
@@ -104,32 +104,183 @@ class LogitStore(StoreReader):
             root: a folder for any number of stores.
             key: what the logits depend on.
             draws: how many will be asked for first; only helps to choose ``chunk_images``.
-            chunk_images, chunk_draws: images and draws per file, fixed by whoever fills the store first.
-            restart: delete the chunks and the index of this key first; nothing else is touched.
+            chunk_images, chunk_draws: images and draws per file, fixed when the store is made.
+            restart: delete the chunks of this key first; nothing else is touched.
             progress: show a bar while checksums are compared.
         """
-        for name, value in (("chunk_images", chunk_images), ("chunk_draws", chunk_draws)):
-            if value is not None and value < 1:
-                raise InputError(f"expected {name} of at least 1, got {value}")
         folder = Path(root) / key.folder
         if restart:
-            _clear(folder)
+            for chunk in chunks_in(folder):
+                remove(folder / chunk.name)
         facts = find_facts(folder)
+        if facts is not None and facts.key != key:
+            raise InputError(f"{folder} holds the store of another key; move it away, stores are never mixed")
+        for name, asked in (("chunk_images", chunk_images), ("chunk_draws", chunk_draws)):
+            if asked is not None and asked < 1:
+                raise InputError(f"expected {name} of at least 1, got {asked}")
+            if facts is not None and asked not in (None, there := getattr(facts.grid, name)):
+                raise InputError(f"the store was made with {name} {there}, not {asked}; leave it out, or restart it")
         if facts is None:
             tall = chunk_draws or CHUNK_DRAWS
             rows = CHUNK_ROWS.get(key.device, CHUNK_ROWS["cuda"])
-            wide = chunk_images or max(1, rows // min(tall, draws or tall))
-            return cls(folder, Facts(key, Grid(key.images, wide, tall)), progress)
-        if facts.key != key:
-            raise InputError(f"{folder} holds the store of another key; move it away, stores are never mixed")
-        for name, asked in (("chunk_images", chunk_images), ("chunk_draws", chunk_draws)):
-            there = getattr(facts.grid, name)
-            if asked is not None and asked != there:
-                raise InputError(f"the store was made with {name} {there}, not {asked}; leave it out, or restart it")
+            facts = Facts(key, Grid(key.images, chunk_images or max(1, rows // min(tall, draws or tall)), tall))
         return cls(folder, facts, progress)
+
+    # -- what is there -------------------------------------------------------------------------------------------------
+
+    @property
+    def entries(self) -> dict[Chunk, Entry]:
+        """The intact chunks; checksums are compared once, when they are first asked for."""
+        if not self._listed:
+            self.refresh()
+        return self._entries
+
+    def refresh(self) -> None:
+        """Look at the folder again; files that have not changed since they were checked are not read again."""
+        there = chunks_in(self.folder)
+        self._entries = {chunk: entry for chunk, entry in self._entries.items() if chunk in there}
+        self.damaged, self._listed = {}, True
+        with Bar("checking", len(there), self.progress) as bar:
+            for chunk in there:
+                self.has(chunk)
+                bar.advance()
+
+    def has(self, chunk: Chunk) -> bool:
+        """Whether the file of this chunk is there and intact now; if it is damaged, ``damaged`` says how."""
+        path, known = self.folder / chunk.name, self._entries.get(chunk)
+        self.damaged.pop(chunk, None)
+        try:
+            found = path.stat()
+            if known is None or known[1:] != (found.st_size, found.st_mtime_ns):
+                facts, place, classes = stated(path)
+                if facts != self.facts:
+                    raise DamagedError("it belongs to another store")
+                if place != chunk or not self.grid.fits(chunk):
+                    raise DamagedError(f"it holds {place}, which is not its place")
+                self._entries[chunk] = Entry(classes, found.st_size, found.st_mtime_ns)
+            return True
+        except FileNotFoundError:
+            pass
+        except (DamagedError, OSError) as error:
+            self.damaged[chunk] = reason(error)
+        self._entries.pop(chunk, None)
+        return False
+
+    @property
+    def classes(self) -> int | None:
+        """Outputs of the model; None while nothing is stored."""
+        return next((entry.classes for entry in self.entries.values()), None)
+
+    @property
+    def draws(self) -> int:
+        """How many draws every image has, from the first on."""
+        return self.grid.common_draws(self.entries)
+
+    @property
+    def checked_draws(self) -> int:
+        """The same, unless a damaged chunk hides some, or there are none: then an error."""
+        draws = self.draws
+        before = self.grid.common_draws([*self.entries, *filter(self.grid.fits, self.damaged)])
+        if draws == 0 or draws < before:
+            raise self._absent(Chunk(range(self.key.images), range(draws, max(before, 1))))
+        return draws
+
+    def missing(self, draws: int | range) -> list[Chunk]:
+        """The chunks still to be computed before every image has these draws, the first draws of all images first."""
+        return self.grid.missing(self.entries, as_range(draws))
+
+    def verify(self) -> dict[str, str]:
+        """Read every file again: which are damaged, and how. Empty if all is well."""
+        self._entries = {}
+        self.refresh()
+        return {chunk.name: why for chunk, why in self.damaged.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """Where the store is, what it holds and what it is for, as plain values."""
+        return {
+            "store": str(self.folder),
+            "images": self.key.images,
+            "draws": self.draws,
+            "classes": self.classes,
+            "chunks": len(self.entries),
+            "bytes": sum(entry.bytes for entry in self.entries.values()),
+            **self.facts.to_dict(),
+        }
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def read(
+        self, rows: Rows = None, draws: int | range | None = None, dtype: torch.dtype = torch.float16
+    ) -> Float[Tensor, "n draws k"]:
+        """Noisy logits of some images and draws, compared with their checksums.
+
+        Args:
+            rows: a slice, range or tensor of positions in the dataset, in any order; all by default.
+            draws: how many, or which; by default all that every image has, and an error if a chunk is damaged.
+            dtype: float16 as they are stored, or anything that holds it.
+        """
+        index = self._positions(rows)
+        span = as_range(self.checked_draws if draws is None else draws)
+        out = torch.empty(len(index), len(span), self.classes or 0, dtype=dtype)
+        for block, chunks, where, inside in self._blocks(index):
+            low, high = int(inside.min()), int(inside.max()) + 1
+            for chunk, piece in cover(chunks, span):
+                with self._opened(chunk, Chunk(block, piece)) as file:
+                    begin = chunk.draws.start if chunk else 0
+                    found = file.get_slice("logits")[low:high, piece.start - begin : piece.stop - begin]
+                out[where, piece.start - span.start : piece.stop - span.start] = found[inside - low].to(dtype)
+        return out
+
+    @property
+    def labels(self) -> Int[Tensor, " n"]:
+        """Labels of all images."""
+        parts = []
+        for block, chunks, *_ in self._blocks(torch.arange(self.key.images)):
+            with self._opened(next(iter(chunks), None), Chunk(block, range(1))) as file:
+                parts.append(file.get_tensor("labels"))
+        return torch.cat(parts)
+
+    def _positions(self, rows: Rows) -> Tensor:
+        n = self.key.images
+        if rows is None or isinstance(rows, slice):
+            return torch.arange(n)[slice(None) if rows is None else rows]
+        index = torch.as_tensor(rows)
+        if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
+            raise InputError(f"expected rows as integers in one dimension, got {index.dtype} {tuple(index.shape)}")
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < n:
+            raise InputError(f"expected rows between 0 and {n - 1}, got {int(index.min())} to {int(index.max())}")
+        return index.long().cpu()
+
+    def _blocks(self, index: Tensor) -> Iterator[tuple[range, list[Chunk], Tensor, Tensor]]:
+        """For each block that holds some of these rows: its rows, its chunks, where its rows stand in ``index`` and in it."""
+        there, blocks = self.grid.by_block(self.entries), index // self.grid.chunk_images
+        for block in blocks.unique().tolist():
+            where = (blocks == block).nonzero()[:, 0]
+            yield self.grid.rows(block), there[block], where, index[where] - block * self.grid.chunk_images
+
+    def _opened(self, chunk: Chunk | None, wanted: Chunk) -> Any:
+        """The file of a chunk, read and compared again if it has changed since it was checked."""
+        if chunk is None or not self.has(chunk):
+            raise self._absent(wanted)
+        return safe_open(self.folder / chunk.name, framework="pt")
+
+    def _absent(self, wanted: Chunk) -> InputError:
+        """Why these logits cannot be read: their file is damaged, or they have not been computed."""
+        for chunk, why in self.damaged.items():
+            if chunk.overlaps(wanted):
+                again = "run the same `keepcover smooth` again, it computes that chunk anew"
+                return InputError(f"{self.folder / chunk.name} is damaged: {why}; {again}")
+        return InputError(
+            f"{self.folder} has no {wanted}; every image has {self.draws} draws: ask for those, or fill the store further with "
+            "`keepcover smooth`"
+        )
+
+    # -- writing -------------------------------------------------------------------------------------------------------
 
     def fill(self, smoother: Smoother, data: Any, draws: int | range) -> Filled:
         """Compute what is missing or damaged, chunk by chunk; stop at any moment and call again to go on.
+
+        A chunk is written while the next is computed.
 
         Args:
             smoother: the model under noise, the one of the key.
@@ -140,133 +291,48 @@ class LogitStore(StoreReader):
         with (
             Filling(self, draws, smoother.progress) as work,
             evaluation_mode(smoother.model),
-            _Aside(smoother.device.type == "cuda") as aside,
+            ThreadPoolExecutor(1) as writer,
         ):
-            chunk = work.next()
+            writing, chunk = writer.submit(int), work.next()
             while chunk is not None:
                 batch = read_chunk(data, chunk.rows)
                 logits = compute_chunk(smoother, batch.images, chunk, self.key.stream, work.bar.advance)
-                aside.wait()  # nobody else looks at the store while the next chunk is chosen
+                writing.result()  # the store is used by one thread at a time
                 following = work.next()
-                aside.call(work.put, chunk, logits, torch.as_tensor(batch.labels))
+                writing = writer.submit(work.put, chunk, logits, torch.as_tensor(batch.labels))
                 chunk = following
-        return Filled(**work.facts)
-
-    def has(self, chunk: Chunk) -> bool:
-        """Whether this very chunk is there and intact, whoever wrote it and however recently."""
-        with contextlib.suppress(FileNotFoundError, DamagedError):
-            self.entries[chunk] = self._inspect(chunk, self.entries.get(chunk))
-            self.damaged.pop(chunk, None)
-            return True
-        return False
+            writing.result()
+        return work.done
 
     def write(self, chunk: Chunk, logits: Float[Tensor, "n draws k"], labels: Int[Tensor, " n"]) -> int:
         """Store one chunk and read it back; returns its size in bytes. All that a worker elsewhere needs to call."""
         if not self.grid.fits(chunk):
             raise InputError(f"{chunk} are no block of this store; take chunks from missing()")
         labels = check_labels(labels, len(logits), logits.shape[2])
-        content = encode(chunk, logits, labels, self.facts.to_dict())
-        path = self.folder / chunk.name
-        try:
-            make_folder(self.folder)
+        content = encode(chunk, logits, labels, self.facts)
+        path = make_folder(self.folder) / chunk.name
+        advice = "what is stored there is intact: mend that and run the same again, it goes on from there"
+        with refusing(f"cannot write {path}", OSError, advice=advice):
             write_atomically(path, content)
-        except OSError as error:
-            raise self._unwritable(f"{chunk.name} ({size_in_words(len(content))})", error) from None
-        try:
-            entry = self._inspect(chunk)
-        except DamagedError as reason:
-            raise InputError(f"{path} was written and cannot be read back: {reason}; is the disk failing?") from None
-        if self._entries is not None:
-            self._entries[chunk] = entry
-            self.damaged.pop(chunk, None)
+        if not self.has(chunk):
+            why = self.damaged.get(chunk, "it is gone")
+            raise InputError(f"{path} was written and cannot be read back: {why}; is the disk failing?")
         return len(content)
 
-    def _unwritable(self, name: str, error: OSError) -> InputError:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        why, what = ("the disk is full", "free some space") if full else (error.strerror or str(error), "mend that")
-        return InputError(
-            f"cannot write {name} into {self.folder}: {why}. What is stored there is intact "
-            f"({len(self.entries)} chunks); {what} and run the same again, it goes on from there"
-        )
-
-    def refuse_too_large(self, needed: int) -> None:
-        """Better now than after hours of computing."""
-        free = shutil.disk_usage(self.folder).free
-        if needed > free:
-            raise InputError(
-                f"the rest of this store needs {size_in_words(needed)} and {self.folder} has {size_in_words(free)} left; free some "
-                "space, ask for fewer images or draws, or stream statistics instead of storing logits "
-                "(keepcover.evaluation.streaming)"
-            )
-
-    def write_index(self) -> None:
-        """Write ``index.json`` from the chunks there are, unless that is what it says already.
-
-        On a store that is not there yet it makes one without chunks, so that all workers find the same.
-        """
-        content, path = index_bytes(self.facts, list(self.entries.values()), self.classes), self.folder / INDEX
-        try:
-            make_folder(self.folder)
-            if not path.is_file() or path.read_bytes() != content:
-                write_atomically(path, content)
-        except OSError as error:
-            raise self._unwritable(INDEX, error) from None
-
-    def check_writable(self) -> None:
-        """Say before any work that files cannot be made here."""
-        try:
-            with tempfile.TemporaryFile(dir=make_folder(self.folder)) as file:
-                file.write(b"0" * 4096)
-        except OSError as error:
-            raise self._unwritable("files", error) from None
-
-    def remove(self, chunk: Chunk) -> None:
-        """Delete the file of a chunk, or say why not."""
-        _remove(self.folder / chunk.name)
-
-    def finish(self) -> None:
-        """The index of all there is, whoever wrote it, and no leftovers of writers that were killed."""
-        # A full disk or a read-only store is no reason to fail: the chunks are there, and the index follows from them.
-        with contextlib.suppress(InputError, OSError):
-            self.refresh()
-            self.write_index()
-            for path in self.folder.glob(".*.tmp"):
-                if _is_ours(path.name[1:].rsplit(".", 2)[0]) and _is_stale(path):
-                    path.unlink(missing_ok=True)
+    def sweep(self) -> None:
+        """Delete the leftovers of writers that were killed; younger temporary files may have a writer, so they stay."""
+        for path in self.folder.glob(".*.tmp"):
+            with contextlib.suppress(OSError):  # a disk that is read-only is no reason to fail
+                if time.time() - path.stat().st_mtime > SECONDS_TO_BE_STALE and Chunk.of_name(
+                    path.name[1:].rsplit(".", 2)[0]
+                ):
+                    path.unlink()
 
 
-def _is_ours(name: str) -> bool:
-    return name == INDEX or Chunk.of_name(name) is not None
-
-
-def _is_stale(temporary: Path) -> bool:
-    """Whether a temporary file is too old to have a writer. Others of other writers are never touched: they may be alive."""
-    with contextlib.suppress(FileNotFoundError):
-        return time.time() - temporary.stat().st_mtime > SECONDS_TO_BE_STALE
-    return False
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot delete {path} ({error.strerror}); mend that and run the same again") from None
-
-
-def _clear(folder: Path) -> None:
-    for name in listing(folder):
-        if _is_ours(name):
-            _remove(folder / name)
-
-
-def size_in_words(count: int) -> str:
-    """Bytes for people.
-
-    Example:
-        >>> size_in_words(51_200_000)
-        '51.2 MB'
-    """
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count} bytes"
+def read_logits(path: str | Path) -> tuple[Tensor, Tensor]:
+    """Noisy logits [n, N, K] and labels [n] of a store's folder, or of a safetensors or npz file."""
+    if Path(path).is_dir():
+        store = LogitStore.at(path)
+        return store.read(), store.labels
+    logits, labels = read_arrays(path, "logits", "labels")
+    return logits, labels

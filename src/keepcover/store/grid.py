@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 _NAME = re.compile(r"images-(\d{8})-(\d{8})\.draws-(\d{6})-(\d{6})\.safetensors")
@@ -27,18 +27,13 @@ class Chunk:
 
     @property
     def name(self) -> str:
-        return (
-            f"images-{self.rows.start:08d}-{self.rows.stop:08d}"
-            f".draws-{self.draws.start:06d}-{self.draws.stop:06d}.safetensors"
-        )
+        rows, draws = self.rows, self.draws
+        return f"images-{rows.start:08d}-{rows.stop:08d}.draws-{draws.start:06d}-{draws.stop:06d}.safetensors"
 
     @classmethod
     def of_name(cls, name: str) -> Chunk | None:
         """What a file of this name holds; None for any other file."""
-        found = _NAME.fullmatch(name)
-        if found is None:
-            return None
-        a, b, c, d = map(int, found.groups())
+        a, b, c, d = map(int, found.groups()) if (found := _NAME.fullmatch(name)) else (0, 0, 0, 0)
         return cls(range(a, b), range(c, d)) if a < b and c < d else None
 
     @property
@@ -47,9 +42,8 @@ class Chunk:
         return len(self.rows) * len(self.draws)
 
     def overlaps(self, other: Chunk) -> bool:
-        return all(
-            a.start < b.stop and b.start < a.stop for a, b in ((self.rows, other.rows), (self.draws, other.draws))
-        )
+        pairs = ((self.rows, other.rows), (self.draws, other.draws))
+        return all(a.start < b.stop and b.start < a.stop for a, b in pairs)
 
     def __str__(self) -> str:
         return f"images {self.rows.start} to {self.rows.stop - 1}, draws {self.draws.start} to {self.draws.stop - 1}"
@@ -72,10 +66,6 @@ class Grid:
     chunk_images: int
     chunk_draws: int
 
-    @property
-    def blocks(self) -> range:
-        return range(-(-self.images // self.chunk_images))
-
     def rows(self, block: int) -> range:
         return range(block * self.chunk_images, min((block + 1) * self.chunk_images, self.images))
 
@@ -92,23 +82,18 @@ class Grid:
 
     def missing(self, chunks: Iterable[Chunk], span: range) -> list[Chunk]:
         """The chunks still to be computed before every image has these draws, the first draws of all images first."""
-        there, found = self.by_block(chunks), []
-        for block in self.blocks:
-            for chunk, piece in cover(there.get(block, ()), span):
-                if chunk is None:
-                    found += [Chunk(self.rows(block), part) for part in self._cut(piece)]
+        there, found, tall = self.by_block(chunks), [], self.chunk_draws
+        for block in range(-(-self.images // self.chunk_images)):
+            for gap in (piece for chunk, piece in cover(there[block], span) if chunk is None):
+                ends = (range(at, at + tall) for at in range(gap.start - gap.start % tall, gap.stop, tall))
+                cut = (range(max(gap.start, one.start), min(gap.stop, one.stop)) for one in ends)
+                found += [Chunk(self.rows(block), one) for one in cut]
         return sorted(found, key=lambda chunk: (chunk.draws.start, chunk.rows.start))
 
-    def _cut(self, span: range) -> Iterator[range]:
-        for at in range(span.start - span.start % self.chunk_draws, span.stop, self.chunk_draws):
-            yield range(max(at, span.start), min(at + self.chunk_draws, span.stop))
-
-    def common_draws(self, chunks: Iterable[Chunk]) -> int:
+    def common_draws(self, chunks: Collection[Chunk]) -> int:
         """How many draws every image has, from the first on."""
-        there = self.by_block(chunks)
-        most = max((chunk.draws.stop for block in there.values() for chunk in block), default=0)
-        gaps = (piece.start for b in self.blocks for chunk, piece in cover(there.get(b, ()), range(most)) if not chunk)
-        return min(gaps, default=most)
+        most = max((chunk.draws.stop for chunk in chunks), default=0)
+        return next((gap.draws.start for gap in self.missing(chunks, range(most))), most)
 
 
 def cover(chunks: Sequence[Chunk], span: range) -> Iterator[tuple[Chunk | None, range]]:
@@ -121,9 +106,7 @@ def cover(chunks: Sequence[Chunk], span: range) -> Iterator[tuple[Chunk | None, 
     at = span.start
     while at < span.stop:
         holding = next((chunk for chunk in chunks if chunk.draws.start <= at < chunk.draws.stop), None)
-        if holding:
-            end = holding.draws.stop
-        else:
-            end = min((chunk.draws.start for chunk in chunks if chunk.draws.start > at), default=span.stop)
+        later = (chunk.draws.start for chunk in chunks if chunk.draws.start > at)
+        end = holding.draws.stop if holding else min(later, default=span.stop)
         yield holding, range(at, min(end, span.stop))
         at = end

@@ -10,11 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from keepcover.engine.fingerprint import fingerprint
-from keepcover.engine.inputs import batches, in_memory, length
-from keepcover.engine.smoother import Classifier, Smoother
+from keepcover.engine.fingerprint import fingerprint, structure_digest, unwrapped
+from keepcover.engine.inputs import batches, in_memory, length, take
+from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError
 from keepcover.noise import Noise, Stream, get_noise
+
+ROLE = "test"  # of the noise: stored outputs stand for those of queries
 
 
 def data_fingerprint(data: Any) -> str:
@@ -26,26 +28,26 @@ def data_fingerprint(data: Any) -> str:
         >>> data_fingerprint((images, labels)) == data_fingerprint([(images[:2], labels[:2]), (images[2:], labels[2:])])
         True
     """
-    pixels, truth, count, shape = hashlib.sha256(), hashlib.sha256(), 0, None
+    pixels, truth, count, shapes = hashlib.sha256(), hashlib.sha256(), 0, set()
     for batch in batches(data, labelled=True):
         assert batch.labels is not None
-        if shape is not None and batch.images.shape[1:] != shape:
-            raise InputError(f"expected images of one shape, got {tuple(shape)} and {tuple(batch.images.shape[1:])}")
-        shape = batch.images.shape[1:]
+        shapes.add(tuple(batch.images.shape[1:]))
         count += len(batch)
         pixels.update(batch.images.detach().cpu().contiguous().numpy().tobytes())
         truth.update(batch.labels.cpu().long().contiguous().numpy().tobytes())
-    text = f"{count} {tuple(shape or ())} {pixels.hexdigest()} {truth.hexdigest()}"
+    if len(shapes) != 1:
+        raise InputError(f"expected images of one shape, got {' and '.join(map(str, sorted(shapes)))}")
+    text = f"{count} {shapes.pop()} {pixels.hexdigest()} {truth.hexdigest()}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _structure(model: Classifier) -> str:
-    """The class of a module and a hash of its layers: weights alone do not tell a ReLU from a GELU."""
+def _structure(smoother: Smoother, shape: tuple[int, ...]) -> str:
+    """The class of a module and a hash of its parts and their attributes: weights alone do not tell a ReLU from a GELU."""
+    model = unwrapped(smoother.model)
     if not isinstance(model, nn.Module):
         return "callable"
-    layers = re.sub(r" at 0x[0-9a-f]+", "", repr(model))
     name = re.sub(r"[^A-Za-z0-9]", "", type(model).__name__) or "module"
-    return f"{name}-{hashlib.sha256(layers.encode()).hexdigest()[:12]}"
+    return f"{name}-{structure_digest(smoother, shape)[:12]}"
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,9 @@ class StoreKey:
     store: stored noise is for experiments, a deployed predictor draws its own.
 
     Attributes:
-        model: fingerprint of the weights; ``structure``: class and layers of the module.
-        data: fingerprint of images and labels, ``images`` of them.
-        noise, seed, role: the noise, as its ``spec``, and its stream. Image i is keyed by its position i.
+        model: fingerprint of the weights; ``structure``: class of the module, and a hash of its parts and their attributes.
+        data: fingerprint of images and labels, ``images`` of them, each of ``shape``.
+        noise, seed: the noise, as its ``spec``, and its stream. Image i is keyed by its position i.
         autocast, channels_last, compile, device: numerics; device is its kind, ``cpu`` or ``cuda``.
 
     Example:
@@ -73,9 +75,9 @@ class StoreKey:
     structure: str
     data: str
     images: int
+    shape: tuple[int, ...]
     noise: str
     seed: int
-    role: str
     autocast: str | None
     channels_last: bool
     compile: bool
@@ -88,7 +90,6 @@ class StoreKey:
         data: Any,
         seed: int,
         *,
-        role: str = "test",
         model_fingerprint: str | None = None,
         images_fingerprint: str | None = None,
     ) -> StoreKey:
@@ -98,11 +99,10 @@ class StoreKey:
             smoother: the model under noise.
             data: ``(images, labels)`` or a dataset with a length.
             seed: of the noise.
-            role: of the noise; see :class:`keepcover.Stream`.
             model_fingerprint: what identifies a model that is not an ``nn.Module``.
             images_fingerprint: what identifies a dataset that is not in memory; without it the dataset is read once.
         """
-        Stream(seed, role)  # checks both
+        Stream(seed, ROLE)  # checks the seed
         own = fingerprint(smoother.model)
         if own is None and not model_fingerprint:
             raise InputError(
@@ -116,28 +116,30 @@ class StoreKey:
         count = length(data)
         if not count:
             raise InputError("expected labelled images whose number is known: (images, labels) or a sized dataset")
+        if smoother.input_scale is not None:
+            raise InputError("a store keeps no input_scale; divide the features by it first, and multiply in the model")
+        shape = tuple(next(batches(take(data, [0]))).images.shape[1:])
         return cls(
             own or str(model_fingerprint),
-            _structure(smoother.model),
+            _structure(smoother, shape),
             images_fingerprint or data_fingerprint(data),
             count,
+            shape,
             smoother.noise.spec,
             seed,
-            role,
             device=smoother.device.type,
             **smoother.numerics,
         )
 
     @classmethod
     def from_dict(cls, values: Any) -> StoreKey:
-        """The key that a chunk or an index states."""
-        names = [field.name for field in fields(cls)]
-        if not isinstance(values, dict) or sorted(values) != sorted(names):
+        """The key that a file of a store states."""
+        if not isinstance(values, dict) or values.keys() != {field.name for field in fields(cls)}:
             raise ValueError("its key is not one this version writes")
-        return cls(**values)
+        return cls(**{**values, "shape": tuple(values["shape"])})
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "shape": list(self.shape)}
 
     @property
     def added(self) -> Noise:
@@ -147,7 +149,7 @@ class StoreKey:
     @property
     def stream(self) -> Stream:
         """The stream that it was drawn from."""
-        return Stream(self.seed, self.role)
+        return Stream(self.seed, ROLE)
 
     @property
     def folder(self) -> str:
@@ -155,27 +157,17 @@ class StoreKey:
         digest = hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
         return f"{self.structure.split('-')[0]}-{self.noise.replace(':', '')}-seed{self.seed}-{digest[:16]}"
 
-    def refuse_other(self, smoother: Smoother, data: Any) -> None:
-        """Raise unless this smoother and these data are the ones the key was made of."""
-        self.refuse_smoother(smoother)
-        self.refuse_data(data)
+    def refuse_other(self, smoother: Smoother, data: Any = None, anywhere: bool = False) -> None:
+        """Raise unless this smoother, and these data where given, are the ones the key was made of.
 
-    def refuse_smoother(self, smoother: Smoother, anywhere: bool = False) -> None:
-        """Raise unless model, noise and numerics are the key's; ``anywhere`` leaves out the kind of device."""
-        found: dict[str, Any] = {"noise": smoother.noise.spec, **smoother.numerics}
-        if not anywhere:
-            found["device"] = smoother.device.type
-        own = fingerprint(smoother.model)
-        found |= {**({} if own is None else {"model": own}), "structure": _structure(smoother.model)}
-        self._refuse(found)
-
-    def refuse_data(self, data: Any) -> None:
-        """Raise unless there are as many images as the key says, and the same where they are in memory."""
-        self._refuse({"images": length(data), **({"data": data_fingerprint(data)} if in_memory(data) else {})})
-
-    def _refuse(self, found: dict[str, Any]) -> None:
+        Data that are not in memory are compared by their number. ``anywhere`` leaves out the kind of device.
+        """
+        found = {"noise": smoother.noise.spec, **smoother.numerics, "device": smoother.device.type}
+        found |= {"model": fingerprint(smoother.model) or self.model, "structure": _structure(smoother, self.shape)}
+        if data is not None:
+            found |= {"images": length(data), **({"data": data_fingerprint(data)} if in_memory(data) else {})}
         for name, value in found.items():
-            if value != getattr(self, name):
+            if value != getattr(self, name) and not (anywhere and name == "device"):
                 raise InputError(
                     f"this store is for {name} {_short(getattr(self, name))}, not {_short(value)}; logits of two kinds are never "
                     "mixed: open the store of this key instead"

@@ -1,4 +1,7 @@
-"""Noisy logits on disk, from any framework: a safetensors or npz file with ``logits`` [n, N, K] and ``labels`` [n]."""
+"""Noisy logits on disk, from any framework: a safetensors or npz file with ``logits`` [n, N, K] and ``labels`` [n].
+
+A few megabytes of a zip file can hold terabytes of zeros, so what it may grow to is bounded before it is read.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from keepcover.errors import InputError
-from keepcover.store.zipped import refuse_exploding
+from keepcover.errors import InputError, refusing
+
+ALWAYS = 1 << 30  # bytes that compressed arrays may have, whatever the file's size
+RATIO = 100  # and how many times the file's size beyond that; numbers that were measured shrink to a tenth at best
 
 
 def names_in(path: str | Path) -> list[str]:
@@ -41,7 +46,7 @@ def _read(path: Path, names: tuple[str, ...]) -> tuple[list[str], dict[str, Tens
     """Every name in the file, and those of the wanted arrays that it holds."""
     if not path.is_file():
         raise InputError(f"no file at {path}")
-    try:
+    with refusing(f"{path} is not a readable safetensors or npz file"):  # each kind is damaged in ways of its own
         if path.suffix == ".npz":
             with zipfile.ZipFile(path) as packed:
                 refuse_exploding(packed, path.stat().st_size, str(path))
@@ -50,7 +55,22 @@ def _read(path: Path, names: tuple[str, ...]) -> tuple[list[str], dict[str, Tens
         with safe_open(path, framework="pt") as file:
             present = list(file.keys())
             return present, {name: file.get_tensor(name) for name in names if name in present}
-    except InputError:
-        raise
-    except Exception as error:  # zip files, compressed streams, headers and arrays are each damaged in their own way
-        raise InputError(f"{path} is not a readable safetensors or npz file ({error})") from None
+
+
+def refuse_packed(archive: zipfile.ZipFile, length: int, name: str) -> None:
+    """Raise unless the members are stored as they are and have together no more bytes than the file.
+
+    torch writes its archives like that. A member that is compressed, or listed twice, could have any number of bytes.
+    """
+    infos = archive.infolist()
+    packed = any(info.compress_type != zipfile.ZIP_STORED for info in infos)
+    if packed or sum(info.file_size for info in infos) > length:
+        raise InputError(f"{name} holds compressed members, which torch never writes; save it again with torch")
+
+
+def refuse_exploding(archive: zipfile.ZipFile, length: int, name: str) -> None:
+    """Raise where compressed arrays would take far more memory than arrays of that file size do."""
+    size = sum(info.file_size for info in archive.infolist())
+    if size > max(ALWAYS, RATIO * length):
+        grown = f"{size / 2**30:.0f} GiB when read"
+        raise InputError(f"{name} has {length} bytes and would take {grown}; save the arrays without compression")

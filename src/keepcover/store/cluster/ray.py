@@ -12,19 +12,16 @@ import logging
 import math
 import os
 import socket
-import warnings
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 
 from torch import nn
 
 from keepcover.engine.smoother import Classifier, Smoother, evaluation_mode
-from keepcover.errors import InputError, KeepcoverWarning, install
-from keepcover.store import LogitStore
-from keepcover.store.cluster.cluster import Cluster, ClusterFilled
-from keepcover.store.cluster.pool import Pool, shortage
-from keepcover.store.cluster.worker import Recipe
+from keepcover.errors import InputError, optional, refusing, warn
+from keepcover.store import Filled, LogitStore
+from keepcover.store.cluster import Cluster
+from keepcover.store.cluster.pool import Pool, Recipe, shortage
 from keepcover.store.filling import Filling
 
 SECONDS_TO_ANSWER = 10.0
@@ -38,7 +35,7 @@ def fill(
     cluster: Cluster | None = None,
     *,
     factory: Callable[[], Classifier] | None = None,
-) -> ClusterFilled:
+) -> Filled:
     """:meth:`keepcover.LogitStore.fill` on a cluster: the same noise and, for equal ``batch_size`` and hardware, the same
     files, byte for byte.
 
@@ -65,41 +62,27 @@ def fill(
     """
     cluster = cluster or Cluster()
     gpus = cluster.gpus_for(store.key.device)
-    store.key.refuse_smoother(smoother, anywhere=True)
-    store.key.refuse_data(data)
-    with contextlib.ExitStack() as stack:
-        work = stack.enter_context(Filling(store, draws, smoother.progress))
-        if not work.todo:
-            return ClusterFilled(**work.facts, workers=0, lost_workers=0, repeated_chunks=0, most_in_flight=0)
-        ray, alone = stack.enter_context(connected(cluster))
-        recipe = Recipe(store.key, smoother.batch_size, cluster.own_threads)
-        room = _room(ray, cluster, gpus)
-        if not room:
-            lacking = f"no node has room for a worker: {shortage(ray, cluster, gpus)}"
-            if alone:
-                raise InputError(f"{lacking}; ask for less, or name a larger cluster by its address")
-            warnings.warn(f"{lacking}; waiting for one", KeepcoverWarning, stacklevel=2)
-        count = min(cluster.workers or max(room, 1), len(work.todo))
-        pool = Pool(ray, cluster, gpus, recipe, _send(ray, smoother, factory), factory is not None, count)
-        stack.callback(pool.stop)
-        pool.run(work, data)
-    return ClusterFilled(
-        **work.facts,
-        workers=pool.used,
-        lost_workers=pool.lost,
-        repeated_chunks=pool.repeated,
-        most_in_flight=pool.most_in_flight,
-    )
+    store.key.refuse_other(smoother, data, anywhere=True)
+    with Filling(store, draws, smoother.progress) as work:
+        if work.todo:
+            with connected(cluster) as (ray, alone):
+                room = _room(ray, cluster, gpus)
+                if not room:
+                    lacking = f"no node has room for a worker: {shortage(ray, cluster, gpus)}"
+                    if alone:
+                        raise InputError(f"{lacking}; ask for less, or name a larger cluster by its address")
+                    warn(f"{lacking}; waiting for one")
+                count = min(cluster.workers or max(room, 1), len(work.todo))
+                recipe = Recipe(store.key, smoother.batch_size, cluster.own_threads)
+                Pool(ray, cluster, recipe, _send(ray, smoother, factory), count).run(work, data)
+    return work.done
 
 
 @contextlib.contextmanager
 def connected(cluster: Cluster) -> Iterator[tuple[Any, bool]]:
     """Ray, connected as this process has it already, or for as long as the context lasts; and whether it is this machine
     alone, to which no other can come."""
-    try:
-        ray: Any = import_module("ray")
-    except ModuleNotFoundError:
-        raise InputError(f"the cluster engine needs Ray: {install('ray')}") from None
+    ray = optional("ray", "the cluster engine needs Ray", "ray")
     if ray.is_initialized():
         if cluster.address is not None:
             raise InputError(
@@ -112,62 +95,48 @@ def connected(cluster: Cluster) -> Iterator[tuple[Any, bool]]:
     if address == "local":
         asked = math.ceil((cluster.workers or 0) * cluster.cpus)
         options |= {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, asked)}
-    _refuse_silence(address)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a run reports to nobody
+    _expect_answer(address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a run sends no statistics
     log = logging.getLogger("ray")
     before = log.level
     log.setLevel(logging.ERROR)
     try:
-        try:
+        with refusing(f"no Ray cluster at {address}", RuntimeError, ValueError, OSError):
             ray.init(address=address, **options)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise InputError(f"no Ray cluster at {address}: {reason}") from None
         yield ray, address == "local"
     finally:
         ray.shutdown()
         log.setLevel(before)
 
 
-def _refuse_silence(address: str) -> None:
-    """Ray waits for minutes where nobody answers; a person who mistyped an address should not."""
+def _expect_answer(address: str) -> None:
+    """Refuse an address where nothing answers; Ray itself would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return
-    try:
+    advice = "`ray start --head` prints its address, and `auto` finds it on its own nodes"
+    with refusing(f"no Ray cluster at {address}", OSError, OverflowError, advice=advice):
         socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_ANSWER).close()
-    except (OSError, OverflowError) as error:
-        raise InputError(
-            f"no Ray cluster at {address}: {error}; `ray start --head` prints its address, and `auto` finds it on its own nodes"
-        ) from None
 
 
 def _room(ray: Any, cluster: Cluster, gpus: float) -> int:
     """How many workers fit on the nodes there are."""
-    fits = 0
-    for node in ray.nodes():
-        there = node["Resources"] if node["Alive"] else {}
-        most = int(there.get("CPU", 0) / cluster.cpus)
-        if gpus:
-            cards = there.get("GPU", 0)
-            most = min(most, int(cards) * int(1 / gpus) if gpus < 1 else int(cards / gpus))
-        fits += most
-    return fits
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cards = [int(there.get("GPU", 0)) for there in alive]
+    most = [int(there.get("CPU", 0) / cluster.cpus) for there in alive]
+    if not gpus:
+        return sum(most)
+    on_cards = [count * int(1 / gpus) if gpus < 1 else int(count / gpus) for count in cards]
+    return sum(map(min, most, on_cards))
 
 
 def _send(ray: Any, smoother: Smoother, factory: Callable[[], Classifier] | None) -> Any:
-    """The model, or what builds it, in the cluster's memory: sent to each node once."""
-    model = smoother.model
-    try:
+    """What builds the model, in the cluster's memory: sent to each node once."""
+    advice = "give factory=, a function without arguments that builds it there"
+    with refusing("this model cannot be sent to workers", advice=advice), evaluation_mode(smoother.model):
         if factory is not None:
             return ray.put(factory)
-        with evaluation_mode(model):
-            if isinstance(model, nn.Module) and smoother.device.type != "cpu":
-                model = copy.deepcopy(model).cpu()
-            return ray.put(model)
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise InputError(
-            f"this model cannot be sent to workers ({type(error).__name__}: {reason}); give factory=, a function without "
-            "arguments that builds it there"
-        ) from None
+        model = smoother.model
+        if isinstance(model, nn.Module) and smoother.device.type != "cpu":
+            model = copy.deepcopy(model).cpu()
+        return ray.put(lambda: model)
