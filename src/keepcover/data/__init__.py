@@ -6,5 +6,6 @@ from keepcover.data.digits import digits
 from keepcover.data.download import download
 from keepcover.data.idx import idx
 from keepcover.data.image_folder import ImageFolder, image_folder
+from keepcover.data.scenes import scenes
 
-__all__ = ["ImageFolder", "Labelled", "cifar", "digits", "download", "idx", "image_folder"]
+__all__ = ["ImageFolder", "Labelled", "cifar", "digits", "download", "idx", "image_folder", "scenes"]

@@ -1,55 +1,56 @@
-"""Chosen members of a tar.gz archive, read as a stream into memory. Nothing is extracted to disk."""
+"""Files of a tar archive, read without extracting it."""
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
 import tarfile
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from keepcover.errors import InputError
+from keepcover.errors import InputError, refusing
 
-MOST_BYTES = 1 << 28  # of a whole archive, decompressed; the official ones have 185 MB
+_OPENERS = {b"\x1f\x8b": gzip.open, b"BZ": bz2.open, b"\xfd7": lzma.open}  # by how a compressed file begins
+_DAMAGES = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, ValueError, OverflowError, RecursionError)
 
 
-class _Bounded:
+class _Limited:
     """A stream that ends in an error rather than in a full memory."""
 
-    def __init__(self, stream: gzip.GzipFile, path: Path) -> None:
-        self.stream, self.path, self.left = stream, path, MOST_BYTES
+    def __init__(self, stream: Any, path: Path, most: int) -> None:
+        self.stream, self.path, self.most, self.left = stream, path, most, most
 
     def read(self, size: int) -> bytes:
         content = self.stream.read(size)
         self.left -= len(content)
         if self.left < 0:
-            raise InputError(
-                f"{self.path} holds more than {MOST_BYTES >> 20} MB, the official archives 185 MB; it is another archive"
-            )
+            more = f"{self.path} holds more than {self.most >> 20} MB, the most that is read from it"
+            raise InputError(f"{more}; is it another archive? Else unpack it into a folder")
         return content
 
 
-def read_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
-    """The contents of those regular files of an archive whose full names are wanted.
+def read_members(path: Path, wanted: Callable[[str], bool], most: int) -> dict[str, bytes]:
+    """The contents of those regular files of an archive whose full names are wanted; ``most`` bytes are unpacked in all.
 
     Names are compared, never used as paths. Links, sparse files (a few bytes may claim any length) and everything else that is
     not a plain file are passed over.
     """
     found: dict[str, bytes] = {}
-    try:
-        with gzip.open(path) as unzipped, tarfile.open(fileobj=_Bounded(unzipped, path), mode="r|") as archive:  # type: ignore[arg-type]
+    with refusing(f"{path} is not a complete tar archive", *_DAMAGES, advice="get it again"):
+        with path.open("rb") as file:
+            unpack: Any = _OPENERS.get(file.read(2), open)
+        with unpack(path, "rb") as stream, tarfile.open(fileobj=_Limited(stream, path, most), mode="r|") as archive:  # type: ignore[arg-type]
             for member in archive:
                 name = member.name.removeprefix("./")
-                if not member.isreg() or member.issparse() or name not in wanted:
+                if not member.isreg() or member.issparse() or not wanted(name):
                     continue
                 if name in found:
                     raise InputError(f"{path} holds {name} twice; it is not the official archive")
                 stream = archive.extractfile(member)
                 found[name] = stream.read() if stream else b""
                 if len(found[name]) != member.size:
-                    raise InputError(f"{path} ends within {name}; download it again")
-    except InputError:
-        raise
-    except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError, OverflowError, RecursionError) as error:
-        raise InputError(f"{path} is not a complete tar.gz archive ({error}); download it again") from None
+                    raise InputError(f"{path} ends within {name}; get it again")
     return found

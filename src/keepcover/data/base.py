@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Shaped
 from torch import Tensor
 
 from keepcover.errors import InputError
@@ -15,11 +15,13 @@ from keepcover.errors import InputError
 
 @dataclass(frozen=True)
 class Labelled:
-    """Images [n, channels, height, width] in [0, 1], labels [n] and the names of the classes."""
+    """Images [n, channels, height, width] in [0, 1], labels [n] and the names of the classes; or rows of features with numbers
+    to predict in place of labels, and no classes.
+    """
 
     name: str
-    images: Float[Tensor, "n c h w"]
-    labels: Int[Tensor, " n"]
+    images: Shaped[Tensor, "n ..."]
+    labels: Shaped[Tensor, "n ..."]
     class_names: tuple[str, ...]
 
     def __len__(self) -> int:
@@ -45,7 +47,7 @@ class Labelled:
             (True, False)
         """
         digest = hashlib.sha256(f"{self.images.dtype} {tuple(self.images.shape)}".encode())
-        for tensor in (self.images, self.labels.long()):
+        for tensor in (self.images, self.labels if self.labels.is_floating_point() else self.labels.long()):
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
         return digest.hexdigest()
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +12,10 @@ from keepcover.data.archive import read_members
 from keepcover.data.base import Labelled
 from keepcover.data.known import CLASSES, SOURCES, check_md5, md5_of
 from keepcover.data.plain_pickle import loads
-from keepcover.errors import InputError
+from keepcover.errors import InputError, refusing
 
 PIXELS = 3 * 32 * 32
+MOST_BYTES = 1 << 28  # of a whole archive, decompressed; the official ones have 185 MB
 
 Rows = tuple[UInt8[np.ndarray, "n 3072"], Int[np.ndarray, " n"]]
 
@@ -34,10 +33,9 @@ def cifar(name: str, folder: str | Path, part: str = "test", verify: bool = True
     """
     if name not in ("cifar10", "cifar100") or part not in ("train", "test"):
         raise InputError(f"expected cifar10 or cifar100 and train or test, got {name!r} and {part!r}")
-    try:
-        pixels, labels = zip(*_parts(name, Path(folder), part, verify))
-    except OSError as error:
-        raise InputError(f"cannot read {name} at {folder}: {error}") from None
+    with refusing(f"cannot read {name} at {folder}", OSError):
+        form, files = _find(name, Path(folder), part, verify)
+    pixels, labels = zip(*(_decode(name, form, content, where) for where, content in files.items()))
     images = torch.from_numpy(np.concatenate(pixels)).reshape(-1, 3, 32, 32).float() / 255
     return Labelled(name, images, torch.from_numpy(np.concatenate(labels)), CLASSES[name])
 
@@ -48,52 +46,43 @@ def _files(name: str, form: str, part: str) -> list[str]:
     return every[-1:] if part == "test" else every[:-1]
 
 
-def _parts(name: str, where: Path, part: str, verify: bool) -> Iterator[Rows]:
-    """Pixels and labels of every file, from the first complete form there is."""
-    if where.is_file():
-        yield from _from_archive(name, where, part, verify)
-        return
+def _find(name: str, where: Path, part: str, verify: bool) -> tuple[str, dict[str, bytes]]:
+    """The first complete form there is, and its files of one part by their names, in the order of their images."""
     missing: list[Path] = []
     for form, source in SOURCES[name].items():
         for base in source.homes(where):
             paths = [base / file for file in _files(name, form, part)]
             absent = [path for path in paths if not path.is_file()]
             if not absent:
-                for path in paths:
-                    yield _decode(name, form, path.read_bytes(), path)
-                return
+                return form, {str(path): path.read_bytes() for path in paths}
             if len(absent) < len(paths) or (base.name == source.folder and base.is_dir()):
                 missing += absent
-    for source in SOURCES[name].values():
-        (path,) = source.places(where)
+    forms = SOURCES[name].values()
+    for path in [where] if where.is_file() else [source.places(where)[0] for source in forms]:
         if path.is_file():
-            yield from _from_archive(name, path, part, verify)
-            return
+            return _in_archive(name, path, part, verify)
     if missing:
         raise InputError(f"{missing[0]} is missing; extract the official archive of {name} again, or keep it beside")
-    forms = SOURCES[name].values()
     raise InputError(
         f"found no {name} at {where}: expected a folder {' or '.join(s.folder for s in forms)}, or an archive "
         f"{' or '.join(s.files[0].name for s in forms)}; `keepcover data {name} --out DIR` downloads one"
     )
 
 
-def _from_archive(name: str, path: Path, part: str, verify: bool) -> Iterator[Rows]:
+def _in_archive(name: str, path: Path, part: str, verify: bool) -> tuple[str, dict[str, bytes]]:
     if verify:
+        official = {source.files[0].name: source.files[0].md5 for source in SOURCES[name].values()}
         found = md5_of(path)
-        sums = [source.files[0].md5 for source in SOURCES[name].values()]
-        if found not in sums:
-            of_same_name = [s.files[0].md5 for s in SOURCES[name].values() if s.files[0].name == path.name]
-            check_md5(path, found, (of_same_name or sums)[0])
+        if found not in official.values():
+            check_md5(path, found, official.get(path.name, next(iter(official.values()))))
     wanted = {
         form: [f"{source.folder}/{file}" for file in _files(name, form, part)] for form, source in SOURCES[name].items()
     }
-    content = read_members(path, {member for members in wanted.values() for member in members})
+    every = {member for members in wanted.values() for member in members}
+    content = read_members(path, every.__contains__, MOST_BYTES)
     for form, members in wanted.items():
-        if all(member in content for member in members):
-            for member in members:
-                yield _decode(name, form, content.pop(member), f"{path}, {member}")
-            return
+        if content.keys() >= set(members):
+            return form, {f"{path}, {member}": content[member] for member in members}
     raise InputError(
         f"{path} does not hold {wanted['binary'][0]} or {wanted['python'][0]}; is it the archive of {name}?"
     )
@@ -102,16 +91,16 @@ def _from_archive(name: str, path: Path, part: str, verify: bool) -> Iterator[Ro
 # -- one file ----------------------------------------------------------------------------------------------------------
 
 
-def _decode(name: str, form: str, content: bytes, where: Path | str) -> Rows:
+def _decode(name: str, form: str, content: bytes, where: str) -> Rows:
     pixels, labels = (_decode_binary if form == "binary" else _decode_python)(name, content, where)
     classes = len(CLASSES[name])
-    if int(labels.max()) >= classes or int(labels.min()) < 0:
-        worst = int(labels.max() if labels.max() >= classes else labels.min())
-        raise InputError(f"{where} holds a label {worst}, {name} has {classes} classes; is it the other CIFAR?")
+    bad = [label for label in (int(labels.max()), int(labels.min())) if not 0 <= label < classes]
+    if bad:
+        raise InputError(f"{where} holds a label {bad[0]}, {name} has {classes} classes; is it the other CIFAR?")
     return pixels, labels
 
 
-def _decode_binary(name: str, content: bytes, where: Path | str) -> Rows:
+def _decode_binary(name: str, content: bytes, where: str) -> Rows:
     """Rows of one label byte (CIFAR-100: the coarse one, then the fine one) and 3072 pixels."""
     head = 1 if name == "cifar10" else 2
     if len(content) == 0 or len(content) % (head + PIXELS):
@@ -120,25 +109,20 @@ def _decode_binary(name: str, content: bytes, where: Path | str) -> Rows:
     return rows[:, head:], rows[:, head - 1].astype(np.int64)
 
 
-def _decode_python(name: str, content: bytes, where: Path | str) -> Rows:
+def _decode_python(name: str, content: bytes, where: str) -> Rows:
     """A pickled dict with the pixels of all images as ``data`` and a list of labels, read as plain data."""
-    batch = loads(content, str(where))
+    batch = loads(content, where)
     if not isinstance(batch, dict):
         raise InputError(f"{where} holds a {type(batch).__name__}, expected a dict; it is no file of {name}")
+    entries = {key.decode("latin-1") if isinstance(key, bytes) else key: value for key, value in batch.items()}
     key = "labels" if name == "cifar10" else "fine_labels"
-    pixels, labels = (_entry(batch, entry, where) for entry in ("data", key))
+    for entry in ("data", key):
+        if entry not in entries:
+            raise InputError(f"{where} has no entry {entry!r}; is it the other CIFAR?")
+    pixels, labels = entries["data"], entries[key]
     if not isinstance(pixels, np.ndarray) or pixels.shape[1:] != (PIXELS,) or len(pixels) == 0:
         raise InputError(f"{where}: expected 'data' to be a uint8 array [n, {PIXELS}]; it is damaged")
     if not isinstance(labels, list) or len(labels) != len(pixels) or any(type(label) is not int for label in labels):
         raise InputError(f"{where}: expected {key!r} to be a list of {len(pixels)} integers; it is damaged")
-    return pixels, np.array(
-        [min(max(label, -1), 2**31) for label in labels], np.int64
-    )  # a pickle has no largest integer
-
-
-def _entry(batch: dict[Any, Any], key: str, where: Path | str) -> Any:
-    """An entry whose key was text in Python 2, hence text or bytes."""
-    for spelled in (key, key.encode()):
-        if spelled in batch:
-            return batch[spelled]
-    raise InputError(f"{where} has no entry {key!r}; is it the other CIFAR?")
+    within = [min(max(label, -1), 2**31) for label in labels]  # a pickle has no largest integer
+    return pixels, np.array(within, np.int64)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
 
-from keepcover.errors import InputError, install
+from keepcover.errors import InputError, optional, refusing
 
 # Formats that are decoded from their own bytes alone. Pillow knows others: EPS, for one, starts an interpreter.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
@@ -20,11 +23,27 @@ DEEP = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 
 def pillow() -> Any:
     """Pillow's Image module, or an error that says how to install it."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise InputError(f"image files are decoded by Pillow: {install('images')}") from None
+    optional("PIL", "image files are decoded by Pillow", "images")
+    from PIL import Image
+
     return Image
+
+
+@contextmanager
+def opened(path: Path, content: bytes | None = None) -> Iterator[Any]:
+    """Pillow's image, loaded; ``content`` in place of the file's where it was read already. Errors within name the file."""
+    source = path if content is None else io.BytesIO(content)
+    with (
+        refusing(f"{path} cannot be decoded", advice="repair or remove it"),
+        # Pillow warns of odd metadata, which are not pixels, and of sizes beyond a limit above ours.
+        warnings.catch_warnings(action="ignore"),
+        pillow().open(source, formats=FORMATS) as image,
+    ):
+        _refuse_large(path, image.size)
+        if image.mode in DEEP:
+            raise InputError(f"{path} has more than 8 bits per channel (mode {image.mode}); convert it to 8 bits first")
+        image.load()
+        yield image
 
 
 def decode(path: Path, resize: int | None, crop: int | None) -> UInt8[np.ndarray, "3 h w"]:
@@ -32,24 +51,22 @@ def decode(path: Path, resize: int | None, crop: int | None) -> UInt8[np.ndarray
 
     The arithmetic is that of the usual evaluation of ImageNet models. The orientation that a camera noted is ignored, as there.
     """
-    image_module = pillow()
-    try:
-        # Pillow warns of odd metadata, which are not pixels, and of sizes beyond a limit above ours.
-        with warnings.catch_warnings(action="ignore"), image_module.open(path, formats=FORMATS) as image:
-            _refuse_large(path, image.size)
-            if image.mode in DEEP:
+    with opened(path) as image:
+        rgb = image.convert("RGB")  # alpha is dropped, not mixed in
+        if resize is not None:
+            width, height = rgb.size
+            size = (resize, resize * height // width) if width <= height else (resize * width // height, resize)
+            _refuse_large(path, size)  # a line of one pixel's height grows in both directions
+            rgb = rgb if size == rgb.size else rgb.resize(size, pillow().Resampling.BILINEAR)
+        if crop is not None:
+            width, height = rgb.size
+            if min(width, height) < crop:
                 raise InputError(
-                    f"{path} has more than 8 bits per channel (mode {image.mode}); convert it to 8 bits first"
+                    f"{path} has {width} x {height} pixels, too few for a centre of {crop} x {crop}; resize images first (resize=)"
                 )
-            image.load()
-            rgb = image.convert("RGB")  # alpha is dropped, not mixed in
-        rgb = rgb if resize is None else _resized(path, rgb, resize, image_module.Resampling.BILINEAR)
-        rgb = rgb if crop is None else _cropped(path, rgb, crop)
-    except InputError:
-        raise
-    except Exception as error:  # decoders meet damaged files with exceptions of every kind
-        raise InputError(f"{path} cannot be decoded ({type(error).__name__}: {error}); repair or remove it") from None
-    return np.ascontiguousarray(np.asarray(rgb, np.uint8).transpose(2, 0, 1))
+            left, top = round((width - crop) / 2), round((height - crop) / 2)
+            rgb = rgb.crop((left, top, left + crop, top + crop))
+        return np.ascontiguousarray(np.asarray(rgb, np.uint8).transpose(2, 0, 1))
 
 
 def _refuse_large(path: Path, size: tuple[int, int]) -> None:
@@ -58,20 +75,3 @@ def _refuse_large(path: Path, size: tuple[int, int]) -> None:
             f"{path} would have {size[0]} x {size[1]} pixels, more than {MOST_PIXELS >> 20} million: too large to be decoded; "
             "shrink or remove it"
         )
-
-
-def _resized(path: Path, image: Any, side: int, filter: Any) -> Any:
-    width, height = image.size
-    size = (side, side * height // width) if width <= height else (side * width // height, side)
-    _refuse_large(path, size)  # a line of one pixel's height grows in both directions
-    return image if size == image.size else image.resize(size, filter)
-
-
-def _cropped(path: Path, image: Any, side: int) -> Any:
-    width, height = image.size
-    if min(width, height) < side:
-        raise InputError(
-            f"{path} has {width} x {height} pixels, too few for a centre of {side} x {side}; resize images first (resize=)"
-        )
-    left, top = round((width - side) / 2), round((height - side) / 2)
-    return image.crop((left, top, left + side, top + side))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from keepcover.data.base import Labelled
-from keepcover.data.known import DIGIT_CLASSES
-from keepcover.errors import InputError, install
+from keepcover.data.known import CLASSES
+from keepcover.errors import optional
 
 
 def digits() -> Labelled:
@@ -19,10 +17,6 @@ def digits() -> Labelled:
         >>> tuple(data.images.shape), float(data.images.max()), data.class_names[3]
         ((1797, 1, 8, 8), 1.0, 'three')
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise InputError(f"the digits come with scikit-learn: {install('demo')}") from None
-    raw: Any = load_digits()
+    raw = optional("sklearn.datasets", "the digits come with scikit-learn", "demo").load_digits()
     images = torch.tensor(raw.images, dtype=torch.float32)[:, None] / 16
-    return Labelled("digits", images, torch.tensor(raw.target).long(), DIGIT_CLASSES)
+    return Labelled("digits", images, torch.tensor(raw.target).long(), CLASSES["mnist"])

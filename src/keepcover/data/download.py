@@ -1,7 +1,11 @@
-"""Official files over HTTP: resumed where they stopped, checked, and only then given their names."""
+"""Official files over HTTP: resumed where they stopped, checked, and only then given their names.
+
+Not by pooch, which begins every download again: CIFAR's archives have 170 MB, and their server is slow.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import urllib.error
 import urllib.request
@@ -11,8 +15,8 @@ from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
 from keepcover.data.known import SOURCES, File, md5_of, official_md5, owner_of, source_of
-from keepcover.engine.progress import Bar, Report
-from keepcover.errors import InputError
+from keepcover.engine.progress import Bar, Progress
+from keepcover.errors import InputError, reason
 from keepcover.files import check_place, make_folder, target
 
 CHUNK = 1 << 18
@@ -26,7 +30,7 @@ def download(
     *,
     mirror: str | None = None,
     timeout: float = 30.0,
-    progress: bool | Report = True,
+    progress: Progress = True,
 ) -> list[Path]:
     """Download a dataset from its official address and return its verified files.
 
@@ -50,111 +54,75 @@ def download(
         make_folder(place.parent)
         if not (place.is_file() and _state(place, file) == "verified"):
             check_place(place)
-            _Download(urljoin(address, file.name), target(place), file, timeout, progress).run()
+            _fetch(urljoin(address, file.name), target(place), file, timeout, progress)
     return places
 
 
-@dataclass(frozen=True)
-class _Download:
-    url: str
-    place: Path
-    file: File
-    timeout: float
-    progress: bool | Report
+def _fetch(url: str, place: Path, file: File, timeout: float, progress: Progress) -> None:
+    part, found = place.with_name(f"{place.name}.part"), ""
+    for _ in range(1 + part.exists()):  # what was there before may be the beginning of another file: then once more
+        _receive(url, part, file.size, timeout, progress)
+        found = md5_of(part)
+        if found == file.md5:
+            part.replace(place)
+            return
+        part.unlink()
+    raise InputError(
+        f"{url} gave a file with the MD5 sum {found}, the official one has {file.md5}; it was deleted. Try another mirror"
+    )
 
-    @property
-    def part(self) -> Path:
-        return self.place.with_name(self.place.name + ".part")
 
-    @property
-    def have(self) -> int:
-        return self.part.stat().st_size if self.part.exists() else 0
-
-    def run(self) -> None:
-        begun_earlier = self.have > 0
-        self.receive()
-        if md5_of(self.part) != self.file.md5 and begun_earlier:
-            self.part.unlink()  # perhaps its beginning was of another file: once more, from the start
-            self.receive()
-        found = md5_of(self.part)
-        if found != self.file.md5:
-            self.part.unlink()
-            raise InputError(
-                f"{self.url} gave a file with the MD5 sum {found}, the official one has {self.file.md5}; it was deleted. Try "
-                "another mirror"
-            )
-        self.part.replace(self.place)
-
-    def receive(self) -> None:
-        """Connect until the file is complete; give up when a connection brings nothing."""
-        for _ in range(CONNECTIONS):
-            before = self.have
-            if before > self.file.size:
-                self.part.unlink()
-            elif before < self.file.size:
-                self.connect(before)
-            if self.have == self.file.size:
-                return
-            if self.have == before:
-                break
-        raise InputError(
-            f"{self.url} ended after {self.have} of {self.file.size} bytes; they are kept in {self.part}, and the same command "
-            "continues from there"
-        )
-
-    def connect(self, have: int) -> None:
-        """One connection: append what the server sends from ``have`` on, or start over where it cannot do that."""
+def _receive(url: str, part: Path, size: int, timeout: float, progress: Progress) -> None:
+    """Connect until ``part`` has ``size`` bytes; give up when a connection brings nothing."""
+    for _ in range(CONNECTIONS):
+        have = _size(part)
+        if have >= size:
+            return
         headers = {"User-Agent": "keepcover", **({"Range": f"bytes={have}-"} if have else {})}
         try:
-            answer = urllib.request.urlopen(urllib.request.Request(self.url, headers=headers), timeout=self.timeout)
+            answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout)
         except urllib.error.HTTPError as error:
             error.close()
             if have and error.code == 416:  # no such range: what we have is not the beginning of this file
-                self.part.unlink()
-                return
-            raise InputError(f"{self.url} answered {error.code} {error.reason}; try another mirror") from None
+                part.unlink()
+                continue
+            raise InputError(f"{url} answered {error.code} {error.reason}; try another mirror") from None
         except (OSError, http.client.HTTPException) as error:
             raise InputError(
-                f"cannot reach {self.url} ({getattr(error, 'reason', error)}). Where there is no network, download it elsewhere "
-                f"and put it at {self.place}"
+                f"cannot reach {url} ({getattr(error, 'reason', error)}). Where there is no network, download it elsewhere and "
+                f"put it at {part.with_suffix('')}"
             ) from None
-        with answer:
-            partial = answer.status == 206
-            if partial and not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-                self.part.unlink(missing_ok=True)
-                return
-            self.write(answer, have if partial else 0)
-
-    def write(self, answer: http.client.HTTPResponse, at: int) -> None:
-        left = self.file.size - at
+        if answer.status == 206 and not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+            answer.close()
+            part.unlink(missing_ok=True)  # a server that sends another range is asked for all
+            continue
+        at = have if answer.status == 206 else 0
         try:
-            with self.part.open("ab" if at else "wb") as out, Bar(self.place.name, left, self.progress) as bar:
+            with answer, part.open("ab" if at else "wb") as out, Bar(part.stem, size - at, progress) as bar:
                 for chunk in _chunks(answer):
-                    out.write(chunk[: left - bar.done])
+                    out.write(chunk[: size - at - bar.done])
                     bar.advance(len(chunk))
-                    if bar.done > left:
+                    if bar.done >= size - at:
                         break
         except OSError as error:
-            raise InputError(
-                f"cannot write {self.part} ({error.strerror}); make room or choose another folder"
-            ) from None
-        if bar.done > left:
-            self.part.unlink()
-            raise InputError(
-                f"{self.url} sends more than {self.file.size} bytes: it is another file; try another mirror"
-            )
+            raise InputError(f"cannot write {part} ({reason(error)}); make room or choose another folder") from None
+        if _size(part) <= have:
+            break
+    raise InputError(
+        f"{url} ended after {_size(part)} of {size} bytes; they are kept in {part}, and the same command continues "
+        "from there"
+    )
+
+
+def _size(part: Path) -> int:
+    return part.stat().st_size if part.exists() else 0
 
 
 def _chunks(answer: http.client.HTTPResponse) -> Iterator[bytes]:
     """What comes before the end, or before the connection is lost."""
-    while True:
-        try:
-            chunk = answer.read(CHUNK)
-        except (OSError, http.client.HTTPException):
-            return
-        if not chunk:
-            return
-        yield chunk
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        while chunk := answer.read(CHUNK):
+            yield chunk
 
 
 # -- what is there -----------------------------------------------------------------------------------------------------
@@ -166,6 +134,7 @@ class Found:
 
     path: Path
     form: str
+    file: File
     state: str
 
 
@@ -179,23 +148,17 @@ def inventory(name: str, folder: str | Path) -> list[Found]:
         expected += [(file, home) for file in source.inside for home in homes]
         for file, home in expected:
             paths = [home / name for name in file.names if (home / name).is_file()]
-            found += [Found(path, form, _state(path, file)) for path in paths]
+            found += [Found(path, form, file, _state(path, file)) for path in paths]
             if (part := home / f"{file.name}.part").is_file():
-                found.append(Found(part, form, "unfinished"))
+                found.append(Found(part, form, file, "unfinished"))
     return found
 
 
 def complete_forms(name: str, found: list[Found]) -> list[str]:
     """The forms of which every archive, or every extracted file, is there and verified."""
-    verified = {(one.form, one.path.name) for one in found if one.state == "verified"}
-    return [
-        form
-        for form, source in SOURCES[name].items()
-        if any(
-            files and all(any((form, name) in verified for name in file.names) for file in files)
-            for files in (source.files, source.inside)
-        )
-    ]
+    verified = {one.file for one in found if one.state == "verified"}
+    ways = {form: (source.files, source.inside) for form, source in SOURCES[name].items()}
+    return [form for form, ways_in in ways.items() if any(files and verified.issuperset(files) for files in ways_in)]
 
 
 def _state(path: Path, file: File) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from keepcover.data.base import Labelled
 from keepcover.data.known import CLASSES, SOURCES, File, check_md5
-from keepcover.errors import InputError
+from keepcover.errors import InputError, refusing
 
 MOST_IMAGES = 60_000
 SIDE = 28
@@ -38,9 +38,8 @@ def idx(name: str, folder: str | Path, part: str = "test", verify: bool = True) 
         for path, dimensions, file in zip(paths, (3, 1), files)
     )
     if len(images) != len(labels):
-        raise InputError(
-            f"{paths[0]} has {len(images)} images, {paths[1]} has {len(labels)} labels; download them again"
-        )
+        found = f"{paths[0]} has {len(images)} images, {paths[1]} has {len(labels)} labels"
+        raise InputError(f"{found}; download them again")
     if int(labels.max()) >= len(CLASSES[name]):
         raise InputError(f"{paths[1]} holds a label {int(labels.max())}, {name} has 10 classes; download it again")
     pixels = torch.from_numpy(images)[:, None].float() / 255
@@ -48,13 +47,11 @@ def idx(name: str, folder: str | Path, part: str = "test", verify: bool = True) 
 
 
 def _find(name: str, root: Path, file: File) -> Path:
-    for folder in SOURCES[name]["binary"].homes(root):
-        for spelled in file.names:
-            if (folder / spelled).is_file():
-                return folder / spelled
-    raise InputError(
-        f"found no {file.name} of {name} at {root} or in its folder {name}; `keepcover data {name} --out {root}` downloads it"
-    )
+    found = SOURCES[name]["binary"].find(root, file)
+    if found is None:
+        looked = f"found no {file.name} of {name} at {root} or in its folder {name}"
+        raise InputError(f"{looked}; `keepcover data {name} --out {root}` downloads it")
+    return found
 
 
 def _read(path: Path, dimensions: int, md5: str | None) -> np.ndarray:
@@ -63,23 +60,20 @@ def _read(path: Path, dimensions: int, md5: str | None) -> np.ndarray:
     ``md5`` is the sum that header and values should have.
     """
     head = 4 + 4 * dimensions
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-            header = stream.read(head)
-            shape = [int(size) for size in np.frombuffer(header[4:], ">u4")] if len(header) == head else []
-            if header[:4] != bytes([0, 0, 8, dimensions]) or not shape:
-                raise InputError(
-                    f"{path} is no IDX file of {dimensions}-dimensional bytes; its start is {header[:4].hex()}"
-                )
-            if not 1 <= shape[0] <= MOST_IMAGES or shape[1:] != [SIDE] * (dimensions - 1):
-                expected = " x ".join(["n", *["28"] * (dimensions - 1)])
-                raise InputError(f"{path} says it holds {' x '.join(map(str, shape))} values, expected {expected}")
-            size = int(np.prod(shape))
-            content = stream.read(size + 1)
-    except InputError:
-        raise
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path} cannot be read ({error}); download it again") from None
+    with (
+        refusing(f"{path} cannot be read", OSError, EOFError, zlib.error, advice="download it again"),
+        gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream,
+    ):
+        header = stream.read(head)
+        shape = [int(size) for size in np.frombuffer(header[4:], ">u4")] if len(header) == head else []
+        if header[:4] != bytes([0, 0, 8, dimensions]) or not shape:
+            start = header[:4].hex()
+            raise InputError(f"{path} is no IDX file of {dimensions}-dimensional bytes; its start is {start}")
+        if not 1 <= shape[0] <= MOST_IMAGES or shape[1:] != [SIDE] * (dimensions - 1):
+            expected = " x ".join(["n", *["28"] * (dimensions - 1)])
+            raise InputError(f"{path} says it holds {' x '.join(map(str, shape))} values, expected {expected}")
+        size = int(np.prod(shape))
+        content = stream.read(size + 1)
     if len(content) != size:
         more = "more" if len(content) > size else f"{len(content)}"
         raise InputError(f"{path} says it holds {size} values and has {more}; download it again")

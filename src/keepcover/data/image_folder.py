@@ -20,14 +20,19 @@ from torch.utils.data import DataLoader, Dataset
 
 from keepcover.data.base import Labelled
 from keepcover.data.decode import SUFFIXES, decode, pillow
-from keepcover.engine.progress import Bar, Report
-from keepcover.errors import InputError
+from keepcover.engine.progress import Bar, Progress
+from keepcover.errors import InputError, refusing
 
 MOST_IN_MEMORY = 4 << 30
 
 
 def image_folder(
-    path: str | Path, *, resize: int | None = 256, crop: int | None = 224, names: str | Path | None = None
+    path: str | Path,
+    *,
+    resize: int | None = 256,
+    crop: int | None = 224,
+    names: str | Path | None = None,
+    flat: bool = False,
 ) -> ImageFolder:
     """Images in one folder per class (``root/n01440764/*.JPEG``), ImageNet's layout or any other. Nothing is decoded yet.
 
@@ -36,6 +41,7 @@ def image_folder(
         resize: scale the shorter side to this; None leaves images as they are.
         crop: keep this square from the centre; None keeps all, and all images must then have one size.
         names: a file that names the classes by folder: a JSON object, or lines ``n01440764 tench, Tinca tinca``.
+        flat: the images are in the folder itself and have no classes, as new ones have none.
 
     Example:
         >>> import tempfile
@@ -57,7 +63,13 @@ def image_folder(
             f"a centre of {crop} pixels does not fit in images whose shorter side is {resize}; enlarge resize"
         )
     pillow()
-    return ImageFolder(Path(path), resize, crop, None if names is None else Path(names))
+    return ImageFolder(Path(path), resize, crop, None if names is None else Path(names), flat)
+
+
+def usual_folder(path: str | Path, flat: bool = False) -> ImageFolder:
+    """A folder of images of at most 224 pixels as they are, which must then have one size; of larger ones as ImageNet's."""
+    images = image_folder(path, resize=None, crop=None, flat=flat)
+    return images if min(images.shape[1:]) <= 224 else image_folder(path, flat=flat)
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
@@ -67,10 +79,12 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     dataset itself, or its :meth:`loader` for decoding in several processes, wherever keepcover takes data.
     """
 
-    def __init__(self, root: Path, resize: int | None, crop: int | None, names: Path | None) -> None:
+    def __init__(
+        self, root: Path, resize: int | None, crop: int | None, names: Path | None, flat: bool = False
+    ) -> None:
         self.root, self.resize, self.crop = root, resize, crop
-        folders = _class_folders(root)
-        self.class_names = tuple(folders) if names is None else _read_names(names, folders)
+        folders = ["."] if flat else _class_folders(root)
+        self.class_names = () if flat else tuple(folders) if names is None else _read_names(names, folders)
         self._files: list[tuple[str, int]] = []  # path under the root, bytes
         counts = []
         seen = {_identity(root.stat()): "."}
@@ -109,10 +123,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
         Contents are not read: an image replaced by another of exactly its length goes unnoticed.
         """
-        digest = hashlib.sha256(json.dumps({"resize": self.resize, "crop": self.crop}).encode())
-        for file in self._files:
-            digest.update(json.dumps(file).encode() + b"\n")
-        return digest.hexdigest()
+        how = json.dumps({"resize": self.resize, "crop": self.crop})
+        return hashlib.sha256((how + "".join(f"{json.dumps(file)}\n" for file in self._files)).encode()).hexdigest()
 
     def subset(self, rows: Sequence[int] | Tensor) -> ImageFolder:
         """The images at these positions, in this order, with the classes of the whole folder."""
@@ -128,12 +140,16 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         workers decode in this process.
         """
         if workers is None:
-            workers = min(8, _cores()) if len(self) > 128 else 0
-        return _Loader(self, min(batch_size, 256), workers)
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            workers = min(8, cores) if len(self) > 128 else 0
+        rows: Any = range(len(self))
+        return _Loader(rows, min(batch_size, 256), num_workers=workers, collate_fn=self._read)
 
-    def load(
-        self, most_bytes: int = MOST_IN_MEMORY, workers: int | None = None, progress: bool | Report = True
-    ) -> Labelled:
+    def _read(self, rows: list[int]) -> tuple[UInt8[Tensor, "n 3 h w"], Tensor]:
+        """What workers send: bytes, a quarter of what floats would take in shared memory."""
+        return torch.stack([self.pixels(row) for row in rows]), self.labels[rows]
+
+    def load(self, most_bytes: int = MOST_IN_MEMORY, workers: int | None = None, progress: Progress = True) -> Labelled:
         """All images as tensors in memory, for small folders."""
         images = len(self) * int(np.prod(self.shape)) * 4
         if images > most_bytes:
@@ -150,24 +166,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return Labelled(self.root.resolve().name, out, self.labels, self.class_names)
 
 
-class _Pixels(Dataset[tuple[Tensor, int]]):
-    """What workers send: bytes, a quarter of what floats would take in shared memory."""
-
-    def __init__(self, images: ImageFolder) -> None:
-        self.images = images
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.images.pixels(index), int(self.images.labels[index])
-
-
 class _Loader(DataLoader[Any]):
     """Float images from the workers' bytes, and their errors in one line instead of in a traceback."""
-
-    def __init__(self, images: ImageFolder, batch_size: int, workers: int) -> None:
-        super().__init__(_Pixels(images), batch_size=batch_size, num_workers=workers)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]
         try:
@@ -175,10 +175,6 @@ class _Loader(DataLoader[Any]):
                 yield pixels.float() / 255, labels
         except InputError as error:
             raise InputError(str(error).rsplit("InputError: ", 1)[-1].strip()) from None
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # -- what is in the folder ---------------------------------------------------------------------------------------------
@@ -190,26 +186,19 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Names that do not begin with a dot, and what they are once links are followed."""
-    try:
+    with refusing(f"cannot list {folder}", OSError, advice="expected a folder of class folders"):
         names = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
-    except OSError as error:
-        raise InputError(f"cannot list {folder} ({error.strerror}); expected a folder of class folders") from None
     for name in names:
-        try:
-            yield name, (folder / name).stat()
-        except OSError as error:
-            raise InputError(
-                f"{folder / name} cannot be read ({error.strerror}); is it a broken link? Remove it"
-            ) from None
+        with refusing(f"{folder / name} cannot be read", OSError, advice="is it a broken link? Remove it"):
+            found = (folder / name).stat()
+        yield name, found
 
 
 def _class_folders(root: Path) -> list[str]:
     folders = sorted(name for name, found in _entries(root) if stat.S_ISDIR(found.st_mode))
     if len(folders) < 2:
-        raise InputError(
-            f"{root} holds {len(folders)} folder{'s' if len(folders) != 1 else ''}, expected at least 2 classes: one folder of images "
-            "per class"
-        )
+        found = f"{len(folders)} folder{'' if len(folders) == 1 else 's'}"
+        raise InputError(f"{root} holds {found}, expected at least 2 classes: one folder of images per class")
     return folders
 
 
@@ -224,9 +213,8 @@ def _images_in(root: Path, folder: str, seen: dict[tuple[int, int], str]) -> Ite
         here = todo.pop()
         earlier = seen.setdefault(_identity((root / here).stat()), here)
         if earlier != here:
-            raise InputError(
-                f"{root / here} is a link to {root / earlier}, so its images would come twice or never end; remove the link"
-            )
+            linked = f"{root / here} is a link to {root / earlier}"
+            raise InputError(f"{linked}, so its images would come twice or never end; remove the link")
         for name, found in _entries(root / here):
             relative = f"{here}/{name}"
             if stat.S_ISDIR(found.st_mode):
@@ -234,18 +222,17 @@ def _images_in(root: Path, folder: str, seen: dict[tuple[int, int], str]) -> Ite
             elif stat.S_ISREG(found.st_mode) and relative.lower().endswith(SUFFIXES):
                 yield relative, found.st_size
             else:
+                known = ", ".join(SUFFIXES)
                 raise InputError(
-                    f"{root / relative} is no image: expected files that end in {', '.join(SUFFIXES)}; move it elsewhere"
+                    f"{root / relative} is no image: expected files that end in {known}; move it elsewhere"
                 )
 
 
 def _read_names(path: Path, folders: list[str]) -> tuple[str, ...]:
     """The names of the classes, in the order of their folders."""
-    try:
+    with refusing(f"cannot read the names of classes in {path}", OSError, ValueError, RecursionError):
         text = path.read_text(encoding="utf-8")
         listed = json.loads(text) if path.suffix == ".json" else _pairs(text)
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"cannot read the names of classes in {path} ({error})") from None
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise InputError(f"{path}: expected a JSON object that maps folders to names")
     for folder in folders:
@@ -256,7 +243,6 @@ def _read_names(path: Path, folders: list[str]) -> tuple[str, ...]:
 
 def _pairs(text: str) -> dict[str, str]:
     pairs = [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
-    for pair in pairs:
-        if len(pair) != 2:
-            raise InputError(f"expected lines of a folder and its name, got {pair[0]!r} alone")
+    if alone := [pair[0] for pair in pairs if len(pair) != 2]:
+        raise InputError(f"expected lines of a folder and its name, got {alone[0]!r} alone")
     return dict(pairs)

@@ -1,7 +1,8 @@
 """Pickles that hold plain data, read without unpickling.
 
 The official python versions of CIFAR are pickles, and a pickle is a program: :mod:`pickle` runs whatever it names. This
-reader is a small stack machine that has no operation to import or to call. It builds dict, list, tuple, str, bytes, int,
+reader takes the opcodes from :mod:`pickletools`, which only reads them, into a small stack machine that has no operation
+to import or to call. It builds dict, list, tuple, str, bytes, int,
 float, bool, None, and uint8 arrays as Python 2 and numpy wrote them. Any other opcode or global is refused by name.
 
 What a file can cost is bounded by its own length: opcodes are counted, array bytes are budgeted, nesting is shallow, and
@@ -12,38 +13,28 @@ from __future__ import annotations
 
 import math
 import pickletools
-import struct
 from enum import Enum
 from typing import Any, NoReturn
 
 import numpy as np
 
-from keepcover.errors import InputError
+from keepcover.errors import InputError, reason
 
 MOST_BYTES = 1 << 28  # the largest official file, CIFAR-100's training set, has 155 MB
 MOST_OPCODES = 2_000_000  # and about 400 000 opcodes
 DEEPEST = 16
 
-_NAMES = {opcode.code.encode("latin-1"): opcode.name for opcode in pickletools.opcodes}
-_NUMBERS = {"BININT": "<i", "BININT1": "<B", "BININT2": "<H", "BINFLOAT": ">d"}
-_SIZES = {
-    "SHORT_BINSTRING": "<B",
-    "BINSTRING": "<i",
-    "SHORT_BINUNICODE": "<B",
-    "BINUNICODE": "<I",
-    "SHORT_BINBYTES": "<B",
-    "BINBYTES": "<I",
-    "LONG1": "<B",
-}
-_MEMO = {"BINPUT": "<B", "LONG_BINPUT": "<I", "BINGET": "<B", "LONG_BINGET": "<I"}
+_TEXTS = ("SHORT_BINSTRING", "BINSTRING", "SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES")
+_VALUES = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", *_TEXTS)
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 
 
 class _Name(Enum):
     """The three globals of an official file. They stand for themselves; nothing is imported."""
 
-    RECONSTRUCT = "numpy.core.multiarray._reconstruct"
-    NDARRAY = "numpy.ndarray"
-    DTYPE = "numpy.dtype"
+    RECONSTRUCT = "numpy.core.multiarray _reconstruct"
+    NDARRAY = "numpy ndarray"
+    DTYPE = "numpy dtype"
 
 
 class _Uint8:
@@ -75,8 +66,7 @@ def loads(data: bytes, source: str = "the pickle") -> Any:
 
 class _Machine:
     def __init__(self, data: bytes, source: str) -> None:
-        self.data, self.source = data, source
-        self.at = self.start = 0
+        self.data, self.source, self.at = data, source, 0
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # stacks under a mark
         self.memo: dict[int, Any] = {}
@@ -85,86 +75,43 @@ class _Machine:
 
     def refuse(self, what: str) -> NoReturn:
         raise InputError(
-            f"{self.source}: {what} at byte {self.start} is refused: only plain data are read, and no official file has it. "
+            f"{self.source}: {what} at byte {self.at} is refused: only plain data are read, and no official file has it. "
             "Nothing was run; get the file again from its official address"
         )
-
-    # -- reading -------------------------------------------------------------------------------------------------------
-
-    def take(self, count: int) -> bytes:
-        if not 0 <= count <= len(self.data) - self.at:
-            self.refuse(f"a value of {count} bytes with {len(self.data) - self.at} left")
-        self.at += count
-        return self.data[self.at - count : self.at]
-
-    def number(self, form: str) -> Any:
-        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
-
-    def line(self) -> str:
-        end = self.data.find(b"\n", self.at, self.at + 256)
-        if end < 0:
-            self.refuse("a name without end")
-        text = self.data[self.at : end]
-        self.at = end + 1
-        return text.decode("ascii", "backslashreplace")
 
     def run(self) -> Any:
         if len(self.data) > MOST_BYTES:
             self.refuse(f"a file of {len(self.data)} bytes (at most {MOST_BYTES})")
-        for _ in range(MOST_OPCODES):
-            self.start = self.at
-            code = self.take(1)
-            name = _NAMES.get(code, f"byte {code!r}")
-            if name == "STOP":
-                if self.at != len(self.data) or self.below or len(self.stack) != 1:
-                    self.refuse("an end that is not the end")
-                return self.plain(self.stack[0])
-            self.step(name)
-        self.refuse(f"a pickle of more than {MOST_OPCODES} opcodes")
+        try:
+            for count, (opcode, argument, at) in enumerate(pickletools.genops(self.data)):
+                self.at = at or 0
+                if count == MOST_OPCODES:
+                    self.refuse(f"a pickle of more than {MOST_OPCODES} opcodes")
+                self.step(opcode.name, argument)
+        except InputError:
+            raise
+        except Exception as error:  # arguments that are cut short, or no text or number
+            self.refuse(f"a broken pickle ({reason(error)})")
+        if self.at + 1 != len(self.data) or self.below or len(self.stack) != 1:
+            self.refuse("an end that is not the end")
+        return self.plain(self.stack[0])
 
-    def step(self, name: str) -> None:
-        if name in _NUMBERS:
-            self.stack.append(self.number(_NUMBERS[name]))
-        elif name in _SIZES:
-            self.stack.append(self.value(name, self.take(self.number(_SIZES[name]))))
-        elif name in _MEMO:
-            self.remember(self.number(_MEMO[name]), name.endswith("PUT"))
-        else:
-            self.build(name)
-
-    def value(self, name: str, raw: bytes) -> str | bytes | int:
-        if name.endswith("BINSTRING"):
-            return raw.decode("latin-1")
-        if name.endswith("BINUNICODE"):
-            try:
-                return raw.decode("utf-8", "surrogatepass")
-            except UnicodeDecodeError:
-                self.refuse("text that is not UTF-8")
-        return int.from_bytes(raw, "little", signed=True) if name == "LONG1" else raw
-
-    def remember(self, key: int, put: bool) -> None:
-        if put:
-            self.memo[key] = self.top()
-        elif key in self.memo:
-            self.stack.append(self.memo[key])
-        else:
-            self.refuse(f"memo entry {key}, which was never stored,")
-
-    # -- building ------------------------------------------------------------------------------------------------------
-
-    def build(self, name: str) -> None:
-        """Opcodes that take their arguments from the stack."""
+    def step(self, name: str, argument: Any) -> None:
         match name:
-            case "PROTO":
-                self.take(1)
-            case "FRAME":
-                self.take(8)  # a promise about lengths that nothing here relies on
-            case "MEMOIZE":
-                self.memo[len(self.memo)] = self.top()
-            case "NONE" | "NEWTRUE" | "NEWFALSE":
-                self.stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[name])
-            case "EMPTY_LIST" | "EMPTY_DICT" | "EMPTY_TUPLE":
-                self.stack.append({"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple}[name]())
+            case "PROTO" | "FRAME" | "STOP":
+                pass  # versions and promises about lengths: nothing here relies on them
+            case _ if name in _VALUES:
+                self.stack.append(argument)
+            case _ if name in _CONSTANTS:
+                self.stack.append(_CONSTANTS[name])
+            case "EMPTY_LIST" | "EMPTY_DICT":
+                self.stack.append([] if name == "EMPTY_LIST" else {})
+            case "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
+                self.memo[len(self.memo) if argument is None else argument] = self.top()
+            case "BINGET" | "LONG_BINGET":
+                if argument not in self.memo:
+                    self.refuse(f"memo entry {argument}, which was never stored,")
+                self.stack.append(self.memo[argument])
             case "MARK":
                 self.below.append(self.stack)
                 self.stack = []
@@ -173,16 +120,17 @@ class _Machine:
                 self.stack.append(items)
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
                 self.stack.append(tuple(self.pop(int(name[-1]))))
-            case "APPEND":
-                self.extend(self.pop(1))
-            case "APPENDS":
-                self.extend(self.marked())
-            case "SETITEM":
-                self.update(self.pop(2))
-            case "SETITEMS":
-                self.update(self.marked())
+            case "APPEND" | "APPENDS":
+                items = self.pop(1) if name == "APPEND" else self.marked()
+                if not isinstance(self.top(), list):
+                    self.refuse("APPEND to something that is no list")
+                self.stack[-1].extend(items)
+            case "SETITEM" | "SETITEMS":
+                self.update(self.pop(2) if name == "SETITEM" else self.marked())
             case "GLOBAL":
-                self.name(f"{self.line()}.{self.line()}")
+                if argument not in {known.value for known in _Name}:
+                    self.refuse(f"the global {argument.replace(' ', '.')}")
+                self.stack.append(_Name(argument))
             case "REDUCE":
                 self.reduce(*self.pop(2))
             case "BUILD":
@@ -191,14 +139,13 @@ class _Machine:
             case _:
                 self.refuse(f"the opcode {name}")
 
-    def top(self) -> Any:
-        if not self.stack:
+    def top(self, count: int = 1) -> Any:
+        if len(self.stack) < count:
             self.refuse("an opcode without its operand")
         return self.stack[-1]
 
     def pop(self, count: int) -> list[Any]:
-        if len(self.stack) < count:
-            self.refuse("an opcode without its operand")
+        self.top(count)
         taken = self.stack[-count:]
         del self.stack[-count:]
         return taken
@@ -209,22 +156,12 @@ class _Machine:
         taken, self.stack = self.stack, self.below.pop()
         return taken
 
-    def extend(self, items: list[Any]) -> None:
-        if not isinstance(self.top(), list):
-            self.refuse("APPEND to something that is no list")
-        self.stack[-1].extend(items)
-
     def update(self, items: list[Any]) -> None:
         # Keys are text alone: a nested tuple would take exponential time to hash.
         keys = items[::2]
         if not isinstance(self.top(), dict) or len(items) % 2 or not all(isinstance(key, str | bytes) for key in keys):
             self.refuse("SETITEM other than of a text key in a dict")
         self.stack[-1].update(zip(keys, items[1::2]))
-
-    def name(self, full: str) -> None:
-        if full not in {known.value for known in _Name}:
-            self.refuse(f"the global {full}")
-        self.stack.append(_Name(full))
 
     def reduce(self, function: Any, arguments: Any) -> None:
         """The two calls that an official file asks for, recognised by every argument; nothing is called."""

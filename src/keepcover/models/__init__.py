@@ -1,19 +1,40 @@
 """Networks. Normalisation is inside every model, so that epsilon and sigma are in pixel units."""
 
+from keepcover.models.absent import Filled, Shown, Strip, masked
 from keepcover.models.checkpoints import find_weights, load_weights
 from keepcover.models.cifar_resnet import CifarResNet
+from keepcover.models.denoiser import Denoised, Denoiser, denoised, load_denoiser
+from keepcover.models.efficientnet_lite import EfficientNetLite0
 from keepcover.models.heads import backbone, last_linear, load_head
+from keepcover.models.names import NAMES, is_named, network
 from keepcover.models.resnet50 import ResNet50
 from keepcover.models.small_cnn import Normalize, SmallCNN
+from keepcover.models.unet import UNet
+from keepcover.models.wide_resnet import Mirrored, WideResNet
 
 __all__ = [
+    "NAMES",
     "CifarResNet",
+    "Denoised",
+    "Denoiser",
+    "EfficientNetLite0",
+    "Filled",
+    "Mirrored",
     "Normalize",
     "ResNet50",
+    "Shown",
     "SmallCNN",
+    "Strip",
+    "UNet",
+    "WideResNet",
     "backbone",
+    "denoised",
     "find_weights",
+    "is_named",
     "last_linear",
+    "load_denoiser",
     "load_head",
     "load_weights",
+    "masked",
+    "network",
 ]

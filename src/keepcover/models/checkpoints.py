@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import os
+import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from keepcover.errors import InputError
+from keepcover.errors import InputError, refusing
+from keepcover.models.heads import last_linear
 from keepcover.sealing import pack, unpack
-from keepcover.store.zipped import refuse_packed
+from keepcover.store.logits_file import refuse_packed
 
 
 def find_weights(name: str | Path) -> Path:
     """A weights file by path, or by name: looked for in ``$KEEPCOVER_WEIGHTS`` and in the ``weights`` of a checkout.
 
-    The package itself carries no weights: an installed keepcover finds them by path or through the variable.
+    The package itself carries those of its denoiser alone: others are found by path or through the variable.
     """
     given = Path(name)
     if given.is_file():
@@ -39,24 +40,16 @@ def find_weights(name: str | Path) -> Path:
     )
 
 
-def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
+def load_weights(model: nn.Module, path: str | Path, new_head: bool = False) -> nn.Module:
     """Load a checkpoint (a path, or a name that :func:`find_weights` knows) into a model, in float32 and eval mode.
 
     Accepts plain state dicts, those wrapped as ``{"state_dict": ...}``, and the ``module.`` / ``1.`` prefixes that data
-    parallelism and an outer normalisation layer leave behind. The model's own normalisation constants stay.
+    parallelism and an outer normalisation layer leave behind. The model's own normalisation constants stay. With
+    ``new_head`` so does a last layer for another number of classes than the checkpoint's.
     """
     path = find_weights(path)
-    try:
+    with refusing(f"{path} is not a readable checkpoint"):
         state: Any = unpack(path, sealed=False)[0] if path.suffix == ".safetensors" else _torch_file(path)
-    except InputError:
-        raise
-    except (SafetensorError, OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{path} is not a readable checkpoint ({reason})") from None
-    except Exception as error:  # a pickle that asks for more than tensors
-        raise InputError(
-            f"{path} holds more than tensors and is refused; save its state dict as safetensors ({type(error).__name__})"
-        ) from None
     if isinstance(state, dict) and "state_dict" in state:
         state = state["state_dict"]
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
@@ -66,6 +59,10 @@ def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
     plain = {_plain(name): value for name, value in state.items()}
     given = state if len(set(state) - set(own)) <= len(set(plain) - set(own)) else plain
     constants = {name for name in own if name.split(".")[0] == "normalize"}
+    if new_head:
+        head = {f"{last_linear(model)[0]}.{part}" for part in ("weight", "bias")} & set(own) & set(given)
+        if any(given[name].shape != own[name].shape for name in head):
+            given, constants = {name: given[name] for name in given if name not in head}, constants | head
     missing, unknown = sorted(set(own) - set(given) - constants), sorted(set(given) - set(own))
     if missing or unknown:
         raise InputError(
@@ -98,7 +95,10 @@ def _torch_file(path: Path) -> Any:
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             refuse_packed(archive, path.stat().st_size, str(path))
-    return torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise InputError(f"{path} holds more than tensors and is refused; save its state dict as safetensors") from None
 
 
 def _plain(name: str) -> str:

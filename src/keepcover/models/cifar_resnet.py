@@ -11,6 +11,26 @@ from keepcover.models.small_cnn import Normalize
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 
 
+def downsample(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
+    """The shortcut of a block: a 1x1 convolution where the shape changes."""
+    if stride == 1 and inputs == outputs:
+        return None
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs))
+
+
+def stage(block: type[nn.Module], inputs: int, width: int, blocks: int, stride: int, grows: int = 1) -> nn.Sequential:
+    """Blocks of one width, the first of which has the stride; each puts out ``grows`` times its width."""
+    rest = (block(grows * width, width, 1) for _ in range(blocks - 1))
+    return nn.Sequential(block(inputs, width, stride), *rest)
+
+
+def initialise(model: nn.Module) -> None:
+    """Fresh weights for every convolution, as He et al. draw them."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution where the shape changes."""
 
@@ -20,11 +40,7 @@ class BasicBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
-        self.downsample = None
-        if stride != 1 or inputs != outputs:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+        self.downsample = downsample(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
@@ -48,23 +64,12 @@ class CifarResNet(nn.Module):
         self.normalize = Normalize(MEAN, STD)
         self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
-        self.layer1 = self._stage(16, 16, blocks, 1)
-        self.layer2 = self._stage(16, 32, blocks, 2)
-        self.layer3 = self._stage(32, 64, blocks, 2)
+        self.layer1 = stage(BasicBlock, 16, 16, blocks, 1)
+        self.layer2 = stage(BasicBlock, 16, 32, blocks, 2)
+        self.layer3 = stage(BasicBlock, 32, 64, blocks, 2)
         self.fc = nn.Linear(64, classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-    @staticmethod
-    def _stage(inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential:
-        first = BasicBlock(inputs, outputs, stride)
-        return nn.Sequential(first, *(BasicBlock(outputs, outputs, 1) for _ in range(blocks - 1)))
-
-    def features(self, images: Tensor) -> Tensor:
-        """What the last linear layer sees: [b, 64]."""
-        x = torch.relu(self.bn1(self.conv1(self.normalize(images))))
-        return self.layer3(self.layer2(self.layer1(x))).mean(dim=(2, 3))
+        initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.fc(self.features(images))
+        x = torch.relu(self.bn1(self.conv1(self.normalize(images))))
+        return self.fc(self.layer3(self.layer2(self.layer1(x))).mean(dim=(2, 3)))

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from keepcover.engine.fingerprint import fingerprint
-from keepcover.errors import InputError
-from keepcover.sealing import pack, unpack
+from keepcover.errors import InputError, refusing
+from keepcover.sealing import UNREADABLE, pack, unpack
 
 
 def last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
@@ -75,10 +74,8 @@ def load_head(model: nn.Module, path: str | Path) -> nn.Module:
     path = Path(path)
     if not path.is_file():
         raise InputError(f"no head at {path}")
-    try:
+    with refusing(f"{path} is not a readable head", *UNREADABLE):
         state, about = unpack(path, sealed=False)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise InputError(f"{path} is not a readable head ({error})") from None
     name, head = last_linear(model)
     own = head.state_dict()
     if {key: value.shape for key, value in state.items()} != {key: value.shape for key, value in own.items()}:

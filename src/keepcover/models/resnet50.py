@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from keepcover.models.cifar_resnet import downsample, initialise, stage
 from keepcover.models.small_cnn import Normalize
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -22,11 +23,7 @@ class Bottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(outputs)
-        self.downsample = None
-        if stride != 1 or inputs != outputs:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+        self.downsample = downsample(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
@@ -50,24 +47,13 @@ class ResNet50(nn.Module):
         self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
-        self.layer1 = self._stage(64, 64, 3, 1)
-        self.layer2 = self._stage(256, 128, 4, 2)
-        self.layer3 = self._stage(512, 256, 6, 2)
-        self.layer4 = self._stage(1024, 512, 3, 2)
+        self.layer1 = stage(Bottleneck, 64, 64, 3, 1, grows=4)
+        self.layer2 = stage(Bottleneck, 256, 128, 4, 2, grows=4)
+        self.layer3 = stage(Bottleneck, 512, 256, 6, 2, grows=4)
+        self.layer4 = stage(Bottleneck, 1024, 512, 3, 2, grows=4)
         self.fc = nn.Linear(2048, classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-    @staticmethod
-    def _stage(inputs: int, width: int, blocks: int, stride: int) -> nn.Sequential:
-        first = Bottleneck(inputs, width, stride)
-        return nn.Sequential(first, *(Bottleneck(4 * width, width, 1) for _ in range(blocks - 1)))
-
-    def features(self, images: Tensor) -> Tensor:
-        """What the last linear layer sees: [b, 2048]."""
-        x = self.maxpool(torch.relu(self.bn1(self.conv1(self.normalize(images)))))
-        return self.layer4(self.layer3(self.layer2(self.layer1(x)))).mean(dim=(2, 3))
+        initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.fc(self.features(images))
+        x = self.maxpool(torch.relu(self.bn1(self.conv1(self.normalize(images)))))
+        return self.fc(self.layer4(self.layer3(self.layer2(self.layer1(x)))).mean(dim=(2, 3)))

@@ -10,10 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from keepcover.data import Labelled
-from keepcover.engine.progress import Bar, Report
+from keepcover.engine.progress import Bar, Progress
 from keepcover.errors import InputError
-from keepcover.models.heads import backbone, check_head_is_last
-from keepcover.training.base import augment, padded_bytes
+from keepcover.models.heads import backbone, check_head_is_last, last_linear
+from keepcover.training.recipe import Recipe
+from keepcover.training.views import Views
 
 
 @dataclass(frozen=True)
@@ -34,50 +35,40 @@ class FeatureBank:
         cls,
         model: nn.Module,
         data: Labelled,
-        sigma: float,
+        recipe: Recipe,
         *,
         views: int = 4,
-        copies: int = 8,
-        pad: int = 4,
-        flip: bool = True,
         device: torch.device | str = "cpu",
         batch_size: int = 4096,
         compile: bool = False,
-        seed: int = 0,
-        progress: bool | Report = True,
+        progress: Progress = True,
     ) -> FeatureBank:
-        """Run the frozen backbone once over ``views * copies`` noisy versions of every image."""
-        if views < 1 or copies < 1:
-            raise InputError(f"expected at least 1 view and 1 noisy copy, got {views} and {copies}")
-        if len(data) == 0:
-            raise InputError("expected at least 1 image, got none")
+        """Run the frozen backbone once over ``views`` crops and flips of every image under the recipe's copies of noise."""
+        if views < 1 or len(data) == 0:
+            raise InputError(f"expected at least 1 view of at least 1 image, got {views} of {len(data)}")
         start, device = time.monotonic(), torch.device(device)
         body = backbone(model).to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         check_head_is_last(model.to(device).eval(), data.images[:2].to(device))
         run = torch.compile(body) if compile else body
-        generator = torch.Generator(device=device).manual_seed(seed)
-        padded = padded_bytes(data.images, pad).to(device)
-        bank: Tensor | None = None
-        half = torch.autocast("cuda", torch.float16, enabled=device.type == "cuda")
-        per_step = min(len(data), max(1, batch_size // copies))
-        with Bar("feature bank", views * len(data), progress) as bar, half:
+        source, bank = Views.of(data, recipe, device), None
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.autocast("cuda", torch.float16, enabled=device.type == "cuda"),
+            Bar("feature bank", views * len(data), progress) as bar,
+        ):
+            torch.manual_seed(recipe.seed)
             for view in range(views):
-                for index in torch.arange(len(data), device=device).split(per_step):
-                    images = augment(padded, index, pad, flip, generator).repeat_interleave(copies, dim=0)
-                    noise = torch.randn(images.shape, device=device, generator=generator)
-                    noisy = images.add_(noise, alpha=sigma).contiguous(memory_format=torch.channels_last)
-                    features = run(noisy).half().view(len(index), copies, -1)
+                for index in torch.arange(len(data), device=device).split(max(1, batch_size // recipe.copies)):
+                    features = (
+                        run(source.noisy(source.clean(index), recipe.copies)).half().view(len(index), recipe.copies, -1)
+                    )
                     if bank is None:
-                        bank = torch.empty(
-                            len(data), views, copies, features.shape[-1], dtype=torch.float16, device=device
-                        )
+                        bank = features.new_empty(len(data), views, *features.shape[1:])
                     bank[index, view] = features
                     bar.advance(len(index))
         assert bank is not None
         if not bank.isfinite().all():
             raise InputError("the backbone returned features beyond float16 under noise; check the weights")
-        if device.type == "cuda":
-            torch.cuda.synchronize()
         return cls(bank, data.labels.to(device), time.monotonic() - start)
 
     def __len__(self) -> int:
@@ -98,3 +89,7 @@ class FeatureBank:
         else:
             which = torch.rand(len(index), held, device=self.device).argsort(dim=1)[:, :copies]
         return self.features[index[:, None], view, which].float()
+
+    def logits(self, model: nn.Module, index: Tensor, copies: int) -> Float[Tensor, "b copies k"]:
+        """What the model's last layer makes of a pick."""
+        return last_linear(model)[1](self.pick(index, copies))

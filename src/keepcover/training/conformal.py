@@ -3,12 +3,13 @@ r"""Conformal training: ConfTr (Stutz et al. 2022), RCT (the paper, Section 4.2)
 All three split a batch in halves, take a soft conformal threshold from the first half, form soft sets on the second, and
 ask for small sets that hold the true label:
 
-.. math:: L = \log\bigl(\operatorname{mean}(1 - c_y) + \lambda \operatorname{mean}(\max(0, \textstyle\sum_k c_k - \kappa))
+.. math:: L = \log\bigl(\operatorname{mean}(1 - c_y) + \lambda \operatorname{mean}(\max(0, \textstyle\sum_k c_k - s))
     + 10^{-8}\bigr), \qquad c_k = \mathrm{sigmoid}((\tau - S_k) / T)
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -31,14 +32,14 @@ class SoftSets:
 
 
 @dataclass(frozen=True)
-class ConformalLoss:
-    """The common part: soft threshold, soft sets, class and size loss.
+class ConformalLoss(ABC):
+    """The common part: soft threshold, soft sets, class and size loss. ``logits`` are [examples, noisy copies, classes].
 
     Attributes:
         alpha: miscoverage that training simulates.
         temperature: T of the soft sets.
         size_weight: lambda.
-        kappa: set size that costs nothing.
+        free_size: set size s that costs nothing.
         strength: regularisation of the soft sort.
         log: take the logarithm, as the public code does and the paper does not say.
     """
@@ -46,53 +47,57 @@ class ConformalLoss:
     alpha: float = 0.1
     temperature: float = 0.1
     size_weight: float = 1.0
-    kappa: float = 1.0
+    free_size: float = 1.0
     strength: float = 0.1
     log: bool = True
 
-    def from_scores(
-        self,
-        calibration: Float[Tensor, " m"],
-        scores: Float[Tensor, "b k"],
-        labels: Int[Tensor, " b"],
-        shift: float = 0.0,
-        level: float | None = None,
-    ) -> SoftSets:
-        """True-label scores of one half, all scores of the other; the threshold moves by ``shift``."""
-        tau = soft_quantile(calibration, 1 - self.alpha if level is None else level, self.strength) + shift
+    shift = 0.0  # of the threshold
+
+    @property
+    def quantile(self) -> float:
+        """At which the threshold is taken."""
+        return 1 - self.alpha
+
+    @abstractmethod
+    def scores(self, logits: Float[Tensor, "b n k"]) -> tuple[Float[Tensor, "b k"], Float[Tensor, "b k"]]:
+        """Statistics of all labels, as calibration takes them and as sets are made of."""
+
+    def __call__(self, logits: Float[Tensor, "b n k"], labels: Int[Tensor, " b"]) -> SoftSets:
+        """The loss of a batch, and what its sets look like."""
+        half = len(logits) // 2
+        if not half:
+            raise InputError(
+                f"conformal training splits every batch in two: expected at least 2 examples, got {len(logits)}"
+            )
+        calibration, scores = self.scores(logits)
+        known = calibration[:half].gather(1, labels[:half, None])[:, 0]
+        tau = soft_quantile(known, self.quantile, self.strength) + self.shift
+        scores, truth = scores[half:], labels[half:, None]
         soft = ((tau - scores) / self.temperature).sigmoid()
-        own = soft.gather(1, labels[:, None])[:, 0]
         size = soft.sum(dim=1)
-        total = (1 - own).mean() + self.size_weight * (size - self.kappa).clamp_min(0).mean()
+        total = (1 - soft.gather(1, truth)).mean() + self.size_weight * (size - self.free_size).clamp_min(0).mean()
         hard = scores.detach() <= tau.detach()
         return SoftSets(
             (total + 1e-8).log() if self.log else total,
             size.detach().mean(),
             hard.sum(dim=1).double().mean(),
-            hard.gather(1, labels[:, None]).double().mean(),
+            hard.gather(1, truth).double().mean(),
         )
-
-
-def _halves(count: int) -> int:
-    if count < 2:
-        raise InputError(f"conformal training splits every batch in two: expected at least 2 examples, got {count}")
-    return count // 2
 
 
 @dataclass(frozen=True)
 class ConfTr(ConformalLoss):
-    """Conformal training for vanilla conformal prediction, on negative log-probabilities of clean images.
+    """Conformal training for vanilla conformal prediction, on negative log-probabilities of clean images, one copy each.
 
     Example:
-        >>> logits, labels = torch.tensor([[2.0, 0.0], [0.0, 2.0], [2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 1, 0, 1])
-        >>> bool(ConfTr()(logits, labels).hard_size <= 2)
+        >>> logits, labels = 2 * torch.eye(2).repeat(2, 1), torch.tensor([0, 1, 0, 1])
+        >>> bool(ConfTr()(logits[:, None], labels).hard_size <= 2)
         True
     """
 
-    def __call__(self, logits: Float[Tensor, "b k"], labels: Int[Tensor, " b"]) -> SoftSets:
-        half = _halves(len(logits))
-        scores = -logits.log_softmax(dim=-1)
-        return self.from_scores(scores[:half].gather(1, labels[:half, None])[:, 0], scores[half:], labels[half:])
+    def scores(self, logits: Float[Tensor, "b n k"]) -> tuple[Tensor, Tensor]:
+        scores = -logits[:, 0].log_softmax(dim=-1)
+        return scores, scores
 
 
 @dataclass(frozen=True)
@@ -105,13 +110,13 @@ class RCT(ConformalLoss):
 
     r: float = 0.5
 
-    def __call__(self, logits: Float[Tensor, "b n k"], labels: Int[Tensor, " b"]) -> SoftSets:
-        """``logits`` are those of several noisy copies of every image."""
-        half = _halves(len(logits))
-        smoothed = (1 - logits.softmax(dim=-1).mean(dim=1)).clamp(1e-7, 1 - 1e-7)
-        scores = torch.special.ndtri(smoothed)
-        own = scores[:half].gather(1, labels[:half, None])[:, 0]
-        return self.from_scores(own, scores[half:], labels[half:], shift=self.r)
+    @property
+    def shift(self) -> float:  # type: ignore[override]
+        return self.r
+
+    def scores(self, logits: Float[Tensor, "b n k"]) -> tuple[Tensor, Tensor]:
+        scores = torch.special.ndtri((1 - logits.softmax(dim=-1).mean(dim=1)).clamp(1e-7, 1 - 1e-7))
+        return scores, scores
 
 
 @dataclass(frozen=True)
@@ -119,25 +124,24 @@ class ExactRCT(ConformalLoss):
     """Beyond the paper: trains for the exact certificate instead of RSCP's rule.
 
     The calibration statistic is the soft (c+1)-th largest log-odds among the noisy copies, the test statistic the soft
-    (kappa_count+1)-th largest, and the threshold the soft quantile at the certified level alpha'.
+    (kappa+1)-th largest, and the threshold the soft quantile at the certified level alpha'.
 
     Attributes:
-        c, kappa_count, level: the rule, for as many draws as there are noisy copies in training.
+        c, kappa, level: the rule, for as many draws as there are noisy copies in training.
     """
 
     c: int = 1
-    kappa_count: int = 3
+    kappa: int = 3
     level: float = 0.1
     temperature: float = 1.0
 
-    def __call__(self, logits: Float[Tensor, "b n k"], labels: Int[Tensor, " b"]) -> SoftSets:
-        half, draws = _halves(len(logits)), logits.shape[1]
-        if not (0 <= self.c < draws and 0 <= self.kappa_count < draws):
-            raise InputError(
-                f"expected c and kappa below the {draws} noisy copies, got {self.c} and {self.kappa_count}"
-            )
-        scores = log_odds(logits).transpose(1, 2)  # [b, k, n]
-        ordered = soft_sort(scores, self.strength)
-        calibration = ordered[:half, :, draws - 1 - self.c].gather(1, labels[:half, None])[:, 0]
-        test = ordered[half:, :, draws - 1 - self.kappa_count]
-        return self.from_scores(calibration, test, labels[half:], level=1 - self.level)
+    @property
+    def quantile(self) -> float:
+        return 1 - self.level
+
+    def scores(self, logits: Float[Tensor, "b n k"]) -> tuple[Tensor, Tensor]:
+        draws = logits.shape[1]
+        if not (0 <= self.c < draws and 0 <= self.kappa < draws):
+            raise InputError(f"expected c and kappa below the {draws} noisy copies, got {self.c} and {self.kappa}")
+        ordered = soft_sort(log_odds(logits).transpose(1, 2), self.strength)  # [b, k, n]
+        return ordered[..., draws - 1 - self.c], ordered[..., draws - 1 - self.kappa]

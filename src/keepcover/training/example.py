@@ -18,7 +18,10 @@ def example_split(seed: int = 0) -> tuple[Labelled, Labelled, Labelled, Labelled
     return train, holdout, calibration, test
 
 
-def example_model(train: Labelled, seed: int = 0, progress: bool = False, epochs: int = EPOCHS) -> nn.Module:
-    """A small CNN trained on them under noise of :data:`SIGMA`: seconds on one core."""
+def example_model(
+    train: Labelled, seed: int = 0, *, sigma: float = SIGMA, progress: bool = False, epochs: int = EPOCHS
+) -> nn.Module:
+    """A small CNN trained under noise on images of one channel: seconds on one core."""
     torch.manual_seed(seed)
-    return fit_under_noise(SmallCNN(), *train.pair, SIGMA, epochs=epochs, seed=seed, progress=progress)
+    model = SmallCNN(classes=len(train.class_names))
+    return fit_under_noise(model, *train.pair, sigma, epochs=epochs, seed=seed, progress=progress)

@@ -1,33 +1,142 @@
-"""Train or fine-tune any classifier under Gaussian noise."""
+"""Train or fine-tune a classifier under noise, with labels or towards what it, or another one, says."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
 import torch
-from jaxtyping import Int, Shaped
 from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
 
 from keepcover.engine.inputs import check_images
-from keepcover.engine.progress import Bar, Report
-from keepcover.errors import InputError
+from keepcover.engine.progress import Progress
+from keepcover.engine.smoother import bound
+from keepcover.errors import InputError, reason
+from keepcover.noise import Gaussian, Noise
+from keepcover.tasks.metrics import as_labels, check_labels
+from keepcover.training.loop import Loop, Objective
+from keepcover.training.losses import CrossEntropy
+from keepcover.training.optimise import epoch_key
+from keepcover.training.recipe import Recipe
+from keepcover.training.views import Views
+
+
+class NoisyLoss(Objective):
+    """Cross-entropy of noisy views with their labels, and divergence from the mean of what teachers say of the same views.
+
+    Args:
+        model: what is trained, in training mode.
+        views: images, labels and noise.
+        teachers: networks to imitate; without labels they have the whole weight.
+        of_clean: teachers look at the views without noise.
+        compile: run networks through the compiler.
+        loss: of labels.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        views: Views,
+        teachers: Sequence[nn.Module] = (),
+        of_clean: bool = False,
+        compile: bool = False,
+        loss: CrossEntropy | None = None,
+    ) -> None:
+        self.loss = loss or CrossEntropy()
+        self.model, self.views, self.of_clean, self.compiled = model.train(), views, of_clean, compile
+        self.networks = [model, *(teacher.eval() for teacher in teachers)]
+        self._run: list[Callable[[Tensor], Tensor]] = [torch.compile(net) if compile else net for net in self.networks]
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def state(self) -> dict[str, Tensor]:
+        return {f"model.{name}": value for name, value in self.model.state_dict().items()}
+
+    def simplify(self) -> bool:
+        compiled, self.compiled, self._run = self.compiled, False, list(self.networks)
+        return compiled
+
+    def __call__(self, index: Tensor) -> Tensor:
+        views, recipe = self.views, self.views.recipe
+        clean, labels = views.pick(index)
+        clean, own = views.cut(clean)
+        noisy = views.noisy(clean, recipe.copies)
+        with views.half():
+            student, *teachers = self._run
+            logits = student(noisy).float()
+            with torch.no_grad():
+                seen = clean.float() if self.of_clean else noisy
+                said = [teacher(seen).float() / recipe.temperature for teacher in teachers]
+        loss = torch.zeros((), device=views.device)
+        if labels is not None:
+            labels = labels.repeat_interleave(recipe.copies, dim=0)
+            losses = self.loss(logits, labels)
+            if own is not None:
+                others = self.loss(logits, labels.roll(recipe.copies, 0))
+                losses = own * losses + (1 - own) * others
+            loss = losses.mean()
+        if said:
+            wanted = torch.stack(said).softmax(dim=2).mean(dim=0)
+            if self.of_clean:
+                wanted = wanted.repeat_interleave(recipe.copies, dim=0)
+            log = (logits / recipe.temperature).log_softmax(dim=1)
+            apart = nn.functional.kl_div(log, wanted, reduction="none").sum(dim=1).mean() * recipe.temperature**2
+            weight = 1.0 if labels is None else recipe.teacher_weight
+            loss = (1 - weight) * loss + weight * apart
+        return loss
+
+    def settle(self, batches: int = 100) -> None:
+        """Batch norm's statistics for the weights as they are: of noisy images without what only training does to them."""
+        views, recipe = self.views, self.views.recipe
+        with torch.random.fork_rng([views.device] if views.device.type == "cuda" else []), views.half():
+            torch.manual_seed(epoch_key(recipe.seed, -1))
+            order = torch.randperm(len(views), device=views.device).split(recipe.batch_size)[:batches]
+            update_bn((views.noisy(views.clean(index), 1) for index in order), self.model)
+
+
+@torch.no_grad()
+def outputs_of(model: nn.Module, images: Tensor) -> Tensor:
+    """Outputs of a few images, or an error that says what a model must take and give, before anything is trained."""
+    try:
+        outputs = model.eval()(images)
+    except InputError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise InputError(
+            f"{type(model).__name__} cannot take images of shape {tuple(images.shape[1:])} ({reason(error)}); give images of its "
+            "size and number of channels: it must map [n, c, h, w] in [0, 1] to logits"
+        ) from None
+    if not isinstance(outputs, Tensor):
+        raise InputError(
+            f"expected logits [n, classes], or [n, classes, h, w] of pixels, got {type(outputs).__name__} from "
+            f"{type(model).__name__}; wrap it in a module that returns the logits alone"
+        )
+    return outputs
 
 
 def fit_under_noise(
     model: nn.Module,
-    images: Shaped[Tensor, "n ..."],
-    labels: Int[Tensor, " n"],
-    sigma: float,
+    images: Any,
+    labels: Any = None,
+    sigma: float | None = None,
     *,
+    noise: Noise | None = None,
     epochs: int = 30,
     batch_size: int = 128,
     lr: float = 3e-3,
     seed: int = 0,
-    progress: bool | Report = True,
+    loss: CrossEntropy | None = None,
+    progress: Progress = True,
 ) -> nn.Module:
-    """Minimise cross-entropy on noisy images (AdamW, one-cycle), in place, and return the model in eval mode.
+    """Train on noisy images (AdamW, warm-up and cosine), in place, and return the model in eval mode.
 
-    An ordinary classifier collapses under noise; one trained like this keeps its accuracy at that sigma. sigma = 0 is
-    ordinary training. Images are in [0, 1], the units of sigma: integers are refused, and pixels beyond that are warned of, as
-    :func:`keepcover.calibrate` does.
+    An ordinary classifier collapses under noise; one trained like this keeps its accuracy at that sigma. Labels may be one per
+    image [n], one per pixel [n, h, w], or several, bool [n, K]; ``loss`` says which pixels have none. Without ``labels``
+    the network learns to say of noisy images what it said of them without noise before: that needs a trained network and
+    images of its kind, and nothing else. sigma = 0 is ordinary training; ``noise`` is any noise in place of a Gaussian's
+    sigma. A :func:`keepcover.denoised` model is trained as a whole, and returned bound to the noise. Images are in [0, 1], the
+    units of sigma: bytes are refused, and pixels beyond that are warned of, as :func:`keepcover.calibrate` does.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -38,30 +147,39 @@ def fit_under_noise(
         >>> (model(images).argmax(1) == labels).all().item()
         True
     """
-    if len(images) != len(labels) or len(images) == 0:
-        raise InputError(f"expected as many labels as images, at least one, got {len(images)} and {len(labels)}")
-    if not 0 <= sigma < float("inf") or epochs < 1 or batch_size < 1 or not lr > 0:
-        raise InputError(
-            f"expected a finite sigma >= 0, at least 1 epoch, a batch size of at least 1 and lr > 0, got sigma {sigma}, "
-            f"{epochs} epochs, batch size {batch_size}, lr {lr}"
-        )
-    images = check_images(images)
+    if (sigma is None) == (noise is None):
+        raise InputError("expected sigma, the standard deviation of Gaussian noise, or another noise: one of the two")
+    if not isinstance(model, nn.Module):
+        raise InputError(f"expected a torch module to train, got {type(model).__name__}; wrap a function in a module")
+    law = Gaussian(sigma) if noise is None else noise  # type: ignore[arg-type]
+    images, labels = check_images(images), None if labels is None else as_labels(labels)
+    if len(images) == 0 or (labels is not None and len(labels) != len(images)):
+        found = "no labels" if labels is None else str(len(labels))
+        raise InputError(f"expected as many labels as images, at least one, got {len(images)} and {found}")
+    if batch_size > 0:  # batches of one size, so that few images are left for another epoch
+        batch_size = len(images) // -(-len(images) // batch_size)
+    recipe = Recipe(
+        0.0 if sigma is None else sigma,
+        epochs,
+        batch_size,
+        lr,
+        weight_decay=1e-3,
+        warmup_epochs=3 * epochs // 10,
+        temperature=1.0,
+        optimiser="adamw",
+        seed=seed,
+    )
     device = next(model.parameters()).device
-    images, labels = images.to(device), labels.to(device)
-    generator = torch.Generator(device=device).manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=1e-3)
-    steps = epochs * -(-len(images) // batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
-    model.train()
-    with Bar("training", steps, progress) as bar:
-        for _ in range(epochs):
-            for index in torch.randperm(len(images), device=device, generator=generator).split(batch_size):
-                clean = images[index]
-                noise = torch.randn(clean.shape, device=device, generator=generator)
-                loss = nn.functional.cross_entropy(model((clean + sigma * noise).float()), labels[index])
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                optimizer.step()
-                schedule.step()
-                bar.advance()
+    # One that denoises knows what it is trained under.
+    before, model = (cast(nn.Module, bound(model, one)) for one in (Gaussian(0.0), law))
+    few = Views(images[:2], None, recipe, device, law)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        outputs = outputs_of(model, few.noisy(few.images, 1))
+    if labels is not None and labels.ndim == 1 and loss is None:
+        labels = check_labels(labels, len(images), outputs.shape[1])
+    views = Views(images, labels, recipe, device, law)
+    teachers = [copy.deepcopy(before).requires_grad_(False)] if labels is None else []
+    Loop(NoisyLoss(model, views, teachers, of_clean=True, loss=loss), recipe, len(images), device).run(
+        progress=progress
+    )
     return model.eval()

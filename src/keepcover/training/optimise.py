@@ -1,4 +1,4 @@
-"""SGD as a step that can be recorded: what base models and heads are trained with."""
+"""Optimisers whose steps can be recorded as CUDA graphs, averages of weights, and the recording."""
 
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
@@ -12,6 +12,8 @@ from torch import Tensor
 
 class Sgd:
     """SGD with momentum and weight decay whose rate is a tensor, so that a recorded step can be replayed at any rate.
+
+    It is here because torch's own reads such a rate on the host, which a recorded CUDA graph cannot.
 
     Example:
         >>> weight = torch.tensor([1.0])
@@ -43,44 +45,127 @@ class Sgd:
         return {f"velocity.{i}": value for i, value in enumerate(self.velocity)}
 
 
+class AdamW:
+    """Adam with decoupled weight decay, for the same reason as :class:`Sgd`: rate and count of steps are tensors."""
+
+    def __init__(self, parameters: Iterable[Tensor], weight_decay: float) -> None:
+        self.parameters, self.weight_decay = list(parameters), weight_decay
+        self.mean, self.square = ([torch.zeros_like(p) for p in self.parameters] for _ in range(2))
+        self.lr, self.count = (torch.zeros((), device=self.parameters[0].device) for _ in range(2))
+
+    @torch.no_grad()
+    def step(self, gradients: tuple[Tensor, ...] | list[Tensor]) -> None:
+        """Move the parameters against the gradients, in place."""
+        self.count += 1
+        torch._foreach_lerp_(self.mean, gradients, 0.1)
+        torch._foreach_mul_(self.square, 0.999)
+        torch._foreach_addcmul_(self.square, gradients, gradients, 0.001)
+        sizes = torch._foreach_sqrt(self.square)
+        torch._foreach_div_(sizes, (1 - 0.999**self.count).sqrt())
+        torch._foreach_add_(sizes, 1e-8)
+        torch._foreach_mul_(self.parameters, 1 - self.lr * self.weight_decay)
+        moves = torch._foreach_div(self.mean, sizes)
+        torch._foreach_sub_(self.parameters, torch._foreach_mul(moves, self.lr / (1 - 0.9**self.count)))
+
+    def state(self) -> dict[str, Tensor]:
+        each = {f"{name}.{i}": value for name in ("mean", "square") for i, value in enumerate(getattr(self, name))}
+        return {**each, "count": self.count}
+
+
+def clipped(gradients: tuple[Tensor, ...], length: float) -> list[Tensor]:
+    """Gradients scaled down to this length together, where they are longer.
+
+    Example:
+        >>> clipped((torch.tensor([3.0]), torch.tensor([4.0])), 1.0)
+        [tensor([0.6000]), tensor([0.8000])]
+    """
+    found = torch.stack(torch._foreach_norm(gradients)).norm()
+    return list(torch._foreach_mul(gradients, (length / (found + 1e-12)).clamp(max=1.0)))
+
+
+class Average:
+    """An exponential average of the floating-point tensors of ``state``, kept beside them."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self.values = {name: value.detach().clone() for name, value in state.items()}
+        self.smooth = [name for name, value in self.values.items() if value.is_floating_point()]
+        self.weight = torch.ones((), device=next(iter(self.values.values())).device)
+
+    def set(self, done: int, window: float) -> None:
+        """The weight of the next value: 1/window in the long run, more while few values were seen."""
+        self.weight.fill_(max(1 / max(window, 1.0), 9 / (10 + done)))
+
+    @torch.no_grad()
+    def step(self, state: Mapping[str, Tensor]) -> None:
+        """Move towards ``state``."""
+        mine = [self.values[name] for name in self.smooth]
+        steps = torch._foreach_sub([state[name] for name in self.smooth], mine)
+        torch._foreach_add_(mine, torch._foreach_mul(steps, self.weight))
+
+    def state(self) -> dict[str, Tensor]:
+        return {f"average.{name}": value for name, value in self.values.items()}
+
+
 class Replayed:
     """A step without arguments, recorded as a CUDA graph at its first call on a GPU and replayed from then on.
 
     Small networks spend more time launching kernels than running them; a replay launches once. Elsewhere the step is
-    called as it is. ``state`` names every tensor a step changes: recording runs the step a few times and must leave no
-    trace in them, nor in the random numbers.
+    called as it is. ``state`` names every tensor a step changes: the first call rehearses the step and must leave no trace in
+    them, nor in the random numbers. Where the rehearsal fails, ``simplify`` may make the step simpler for another try.
     """
 
     def __init__(
-        self, step: Callable[[], None], state: Callable[[], Mapping[str, Tensor]], device: torch.device
+        self,
+        step: Callable[[], None],
+        state: Callable[[], Mapping[str, Tensor]],
+        device: torch.device,
+        simplify: Callable[[Exception], bool] = lambda _: False,
     ) -> None:
-        self.step, self.state, self.device = step, state, device
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self.step, self.state, self.device, self.simplify = step, state, device, simplify
+        self._ready: Callable[[], None] | None = None
 
     def __call__(self) -> None:
-        if self.device.type != "cuda":
-            self.step()
-            return
-        if self._graph is None:
-            self._graph = self._record()
-        self._graph.replay()
+        if self._ready is None:
+            self._ready = self._rehearse()
+        self._ready()
 
-    def _record(self) -> torch.cuda.CUDAGraph:
+    def _rehearse(self) -> Callable[[], None]:
         # Detached: a clone that remembers its parameter would tie the recording to the stream it was made on.
         kept = {name: value.detach().clone() for name, value in self.state().items()}
-        random = torch.cuda.get_rng_state(self.device)
+        devices = [self.device] if self.device.type == "cuda" else []
+        while True:
+            try:
+                with torch.random.fork_rng(devices):
+                    return self._record() if devices else self._once()
+            except Exception as error:  # a compiler may raise anything
+                if not self.simplify(error):
+                    raise
+            finally:
+                copy_into(self.state(), kept)
+
+    def _once(self) -> Callable[[], None]:
+        self.step()
+        return self.step
+
+    def _record(self) -> Callable[[], None]:
+        cudnn = torch.backends.cudnn
+        chooses, cudnn.benchmark = (
+            cudnn.benchmark,
+            True,
+        )  # the recorded convolutions run often: the fastest are worth a search
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
+        try:
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    self.step()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
                 self.step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.step()
-        copy_into(self.state(), kept)
-        torch.cuda.set_rng_state(random, self.device)
-        return graph
+        finally:
+            cudnn.benchmark = chooses
+        return graph.replay
 
 
 @torch.no_grad()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +13,8 @@ from torch import nn
 
 from keepcover.data import Labelled
 from keepcover.engine.fingerprint import fingerprint
-from keepcover.engine.progress import Report
+from keepcover.engine.progress import Progress
 from keepcover.errors import InputError
-from keepcover.files import check_folder, write_file
 from keepcover.guarantee import warn_of_coverage
 from keepcover.methods import Asked, Exact, Holdout
 from keepcover.methods.exact import HullRule
@@ -27,10 +23,29 @@ from keepcover.models.heads import head_bytes, last_linear
 from keepcover.noise import Gaussian, Threat
 from keepcover.tasks import Classification
 from keepcover.training.bank import FeatureBank
-from keepcover.training.base import check_logits, hardware
-from keepcover.training.conformal import ConformalLoss, ExactRCT
-from keepcover.training.heads import PRESETS, HeadRecipe, train_head, train_network
-from keepcover.training.resume import checkpoint_path
+from keepcover.training.base import check_logits
+from keepcover.training.conformal import RCT, ConformalLoss, ConfTr, ExactRCT
+from keepcover.training.heads import HeadRecipe, train_for_sets
+from keepcover.training.loop import Say
+from keepcover.training.resume import checkpoint_for, write_results
+from keepcover.training.views import Views
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The paper's hyper-parameters for one dataset."""
+
+    recipe: HeadRecipe
+    temperature: float
+    size_weight: float
+    free_size: float = 1.0
+
+
+PRESETS = {
+    "cifar10": Preset(HeadRecipe(batch_size=500, lr=0.05), temperature=0.1, size_weight=1.0),
+    "cifar100": Preset(HeadRecipe(batch_size=100, lr=0.005), temperature=1.0, size_weight=0.01),
+}
+LOSSES: dict[str, type[ConformalLoss]] = {"rct": RCT, "conftr": ConfTr, "exact": ExactRCT}
 
 
 @dataclass(frozen=True)
@@ -63,8 +78,8 @@ class ConformalRequest:
     flip: bool = True
 
     def __post_init__(self) -> None:
-        if self.kind not in ("rct", "conftr", "exact"):
-            raise InputError(f"expected rct, conftr or exact, got {self.kind!r}")
+        if self.kind not in LOSSES:
+            raise InputError(f"expected {', '.join(LOSSES)}, got {self.kind!r}")
         if self.preset not in PRESETS:
             raise InputError(f"expected a preset among {', '.join(PRESETS)}, got {self.preset!r}")
         if not (0 < self.sigma < math.inf and 0 <= self.epsilon < math.inf and 0 < self.alpha < 1):
@@ -75,27 +90,16 @@ class ConformalRequest:
         warn_of_coverage(self.alpha)
         if self.validation < 0:
             raise InputError(f"expected a number of validation images, got {self.validation}")
-        if self.pad < 0:
-            raise InputError(f"expected a shift of 0 pixels or more, got pad {self.pad}")
 
     @property
     def settings(self) -> HeadRecipe:
-        return self.recipe or PRESETS[self.preset].recipe
-
-    @property
-    def noise(self) -> float:
-        """ConfTr trains on clean images."""
-        return 0.0 if self.kind == "conftr" else self.sigma
-
-    @property
-    def copies(self) -> int:
-        return 1 if self.kind == "conftr" else self.settings.copies
+        """The recipe with the augmentation and the noise; ConfTr trains on clean images, one copy each."""
+        plain = {"sigma": 0.0, "copies": 1} if self.kind == "conftr" else {"sigma": self.sigma}
+        return replace(self.recipe or PRESETS[self.preset].recipe, pad=self.pad, flip=self.flip, **plain)
 
     def bank(self, model: nn.Module, data: Labelled, **options: Any) -> FeatureBank:
         """The bank this training draws from; equal (noise, copies, views) may share one."""
-        return FeatureBank.build(
-            model, data, self.noise, views=self.views, copies=self.copies, pad=self.pad, flip=self.flip, **options
-        )
+        return FeatureBank.build(model, data, self.settings, views=self.views, **options)
 
     def parts(self, data: Labelled) -> tuple[Labelled, Labelled]:
         """Images to train on, and those set aside."""
@@ -107,17 +111,13 @@ class ConformalRequest:
     def loss(self, model: nn.Module, bank: FeatureBank) -> ConformalLoss:
         """The loss; the exact one takes the rule that the model's scores before training call for."""
         preset = PRESETS[self.preset]
-        if self.kind != "exact":
-            return preset.loss(self.kind, self.epsilon / self.sigma, self.alpha)
-        rule = matched_rule(model, bank, self)
-        return ExactRCT(
-            alpha=self.alpha,
-            size_weight=preset.size_weight,
-            kappa=preset.kappa,
-            c=rule.c,
-            kappa_count=rule.kappa,
-            level=rule.level,
-        )
+        shared: dict[str, Any] = {"size_weight": preset.size_weight, "free_size": preset.free_size, "alpha": self.alpha}
+        if self.kind == "exact":
+            rule = matched_rule(model, bank, self)
+            return ExactRCT(**shared, c=rule.c, kappa=rule.kappa, level=rule.level)
+        if self.kind == "rct":
+            shared["r"] = self.epsilon / self.sigma
+        return LOSSES[self.kind](**shared, temperature=preset.temperature)
 
 
 @torch.no_grad()
@@ -129,7 +129,7 @@ def matched_rule(model: nn.Module, bank: FeatureBank, request: ConformalRequest)
     task = Classification().seen(logits)
     holdout = Holdout(task, logits.cpu(), bank.labels[some].cpu())
     threat = Threat(Gaussian(request.sigma), request.epsilon)
-    return Exact().fit(Asked(request.alpha, threat, request.copies, len(bank), task.classes), holdout)
+    return Exact().fit(Asked(request.alpha, threat, request.settings.copies, len(bank), task.classes), holdout)
 
 
 def train_conformal(
@@ -139,68 +139,58 @@ def train_conformal(
     out: str | Path,
     *,
     base: str,
-    bank: FeatureBank | None = None,
     device: torch.device | str = "cpu",
     compile: bool = False,
     resume: bool = True,
-    say: Callable[[str], None] = print,
-    progress: bool | Report = True,
+    say: Say = print,
+    progress: Progress = True,
 ) -> dict[str, Any]:
     """Train and write ``out`` (a head of a few KB, or all weights) and its card (JSON, the same name); returns the card.
 
-    ``base`` names the weights that ``model`` carries. A ``bank`` built elsewhere over the same data is used as it is.
+    ``base`` names the weights that ``model`` carries.
     """
-    out, checkpoint = Path(out), checkpoint_path(out)
-    check_folder(out.parent, out.name, out.with_suffix(".json").name, checkpoint.name)
-    if not resume:
-        checkpoint.unlink(missing_ok=True)
+    out, device = Path(out), torch.device(device)
+    checkpoint = checkpoint_for(out, resume)
     check_logits(model, data, device)
-    start = time.monotonic()
+    start, bank = time.monotonic(), None
     kept, held = request.parts(data)
-    recipe = replace(request.settings, copies=request.copies)
+    recipe = request.settings
+    plain = replace(request, pad=0, flip=False, views=1)  # what sets are measured on is not augmented
+    options: dict[str, Any] = {"device": device, "compile": compile, "progress": progress}
+    judge: FeatureBank | Views | None = None
+    if request.whole or request.fresh:
+        # The loss looks at a few features at most: a small bank will do.
+        loss = request.loss(model, replace(request, views=1).bank(model, kept[:2000], **options))
+        source: FeatureBank | Views = Views.of(kept, recipe, device)
+        judge = Views.of(held, plain.settings, device) if request.validation else None
+    else:
+        source = bank = request.bank(model, kept, **options)
+        loss = request.loss(model, bank)
+        judge = plain.bank(model, held, **options) if request.validation else None
     history: list[dict[str, Any]] = []
 
     def log(entry: dict[str, Any]) -> None:
         epoch = entry["epoch"]
         if epoch % 10 == 0 or epoch in (1, recipe.epochs):
-            history.append({"epoch": epoch, **{name: round(entry[name], 4) for name in entry if name != "epoch"}})
+            history.append({name: round(value, 4) for name, value in entry.items()})
             say(
                 f"epoch {epoch}/{recipe.epochs}  loss {entry['loss']:.3f}  soft size {entry['soft_size']:.3f}  "
                 f"hard size {entry['hard_size']:.3f}  coverage {entry['coverage']:.3f}"
             )
 
-    belongs = {
-        "data": data.fingerprint,
-        "base": fingerprint(model),
-        "sigma": request.noise,
-        "validation": request.validation,
-    }
-    shared: dict[str, Any] = {"log": log, "checkpoint": checkpoint, "belongs": belongs, "progress": progress}
-    options: dict[str, Any] = {"device": device, "compile": compile, "seed": recipe.seed, "progress": progress}
-    given = 0.0 if bank is None else bank.seconds
-    if request.whole or request.fresh:
-        # The loss looks at a few features at most: a small bank will do.
-        loss = request.loss(model, replace(request, views=1).bank(model, kept[:2000], **options))
-        trained = train_network(
-            model,
-            kept,
-            request.noise,
-            loss,
-            recipe,
-            whole=request.whole,
-            pad=request.pad,
-            flip=request.flip,
-            device=device,
-            validation=held if request.validation else None,
-            **shared,
-        )
-    else:
-        bank = bank or request.bank(model, kept, **options)
-        loss = request.loss(model, bank)
-        judge = (
-            replace(request, views=1, pad=0, flip=False).bank(model, held, **options) if request.validation else None
-        )
-        trained = train_head(model, bank, loss, recipe, validation=judge, **shared)
+    belongs = {"data": data.fingerprint, "base": fingerprint(model), "validation": request.validation}
+    trained = train_for_sets(
+        model,
+        source,
+        loss,
+        recipe,
+        whole=request.whole,
+        validation=judge,
+        log=log,
+        checkpoint=checkpoint,
+        belongs=belongs,
+        progress=progress,
+    )
     if history and history[-1]["hard_size"] >= len(data.class_names) - 1e-6:
         say(
             "warning: every set still holds every label; training is stuck on a plateau. Keep the old last layer as a start, or "
@@ -209,7 +199,7 @@ def train_conformal(
     content = weights_bytes(trained, {"base": base}) if request.whole else head_bytes(trained)
     card = {
         "base": base,
-        "base_fingerprint": fingerprint(model),
+        "base_fingerprint": belongs["base"],
         "trains": "whole network" if request.whole else "last layer",
         "dataset": data.name,
         "num_classes": len(data.class_names),
@@ -217,12 +207,6 @@ def train_conformal(
         "loss": {"name": type(loss).__name__, **asdict(loss)},
         "noise": "bank" if bank else "fresh",
         "bank_seconds": round(bank.seconds, 1) if bank else 0.0,
-        "seconds": round(given + time.monotonic() - start, 1),
-        "hardware": hardware(torch.device(device)),
-        "torch": torch.__version__,
         "history": history,
-        "sha256": hashlib.sha256(content).hexdigest(),
     }
-    write_file(out, content)
-    write_file(out.with_suffix(".json"), (json.dumps(card, indent=1) + "\n").encode())
-    return card
+    return write_results(out, content, card, time.monotonic() - start, device)

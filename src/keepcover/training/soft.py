@@ -52,22 +52,6 @@ def soft_sort(values: Float[Tensor, "*b n"], strength: float = 0.1) -> Float[Ten
     return (anchor - isotonic(anchor - descending)).flip(-1)
 
 
-def soft_rank(values: Float[Tensor, "*b n"], strength: float = 1.0) -> Float[Tensor, "*b n"]:
-    r"""Ascending ranks 1..n, differentiably: :math:`P(\theta / \epsilon, \rho)`.
-
-    Example:
-        >>> soft_rank(torch.tensor([2.0, 0.0, 1.0]), strength=0.1)
-        tensor([3., 1., 2.])
-    """
-    if strength <= 0:
-        raise InputError(f"expected a regularisation strength > 0, got {strength}")
-    n = values.shape[-1]
-    z, order = (values / strength).sort(dim=-1, descending=True)
-    rho = torch.arange(n, 0, -1, device=values.device, dtype=values.dtype)
-    ranks = z - isotonic(z - rho)
-    return torch.zeros_like(ranks).scatter(-1, order, ranks)
-
-
 def soft_quantile(values: Float[Tensor, " n"], level: float, strength: float = 0.1) -> Tensor:
     r"""The :math:`level\,(1 + 1/n)`-quantile of soft-sorted values, as conformal training uses it.
 

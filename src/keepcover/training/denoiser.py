@@ -1,0 +1,354 @@
+"""Training a denoiser on unlabelled images, and further towards the clean outputs of one classifier."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from safetensors.torch import load as deserialize
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from keepcover.data.decode import SUFFIXES, decode
+from keepcover.engine.fingerprint import fingerprint
+from keepcover.engine.progress import Progress
+from keepcover.errors import InputError
+from keepcover.models.denoiser import SPREAD, Denoiser, denoiser_bytes, load_denoiser
+from keepcover.training.loop import Loop, Objective
+from keepcover.training.noise import outputs_of
+from keepcover.training.recipe import Recipe
+from keepcover.training.resume import checkpoint_for, write_results
+from keepcover.training.views import augment, padded_bytes, places
+
+HELD = 256  # images set aside, at most a tenth
+EPOCH = 100  # steps
+JUDGED = (0.1, 0.25, 0.5, 1.0)  # sigmas of the card
+
+
+@dataclass(frozen=True)
+class DenoiserRecipe:
+    """How a denoiser is trained.
+
+    Attributes:
+        sigmas: sigma is log-uniform between them.
+        minutes: how long; or ``steps``, which make a run that can be repeated exactly.
+        crop: side of the largest crops.
+        pixels: in a step.
+        lr: highest rate of AdamW: linear warm-up, then cosine to zero.
+        average: share of the run over which weights are averaged.
+        clip: longest gradient.
+        grey: share of images shown without colour, under one noise for all channels.
+        stability: weight of the classifier's divergence, where one is given, beside the squared error.
+    """
+
+    sigmas: tuple[float, float] = (0.05, 1.0)
+    minutes: float | None = None
+    steps: int | None = None
+    crop: int = 128
+    pixels: int = 2**20
+    lr: float = 5e-4
+    weight_decay: float = 1e-4
+    average: float = 0.05
+    clip: float = 1.0
+    grey: float = 0.1
+    stability: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        low, high = self.sigmas
+        if not 0 < low <= high < math.inf:
+            raise InputError(f"expected sigmas with 0 < smallest <= largest, got {low:g} and {high:g}")
+        if (self.minutes is None) == (self.steps is None) or not (self.minutes or self.steps or 0) > 0:
+            raise InputError(f"expected minutes or steps, one of them, above 0; got {self.minutes} and {self.steps}")
+        if self.crop < 1 or self.pixels < 1:
+            raise InputError(f"expected crop >= 1 and pixels >= 1, got {self.crop} and {self.pixels}")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Images are drawn at random, so an epoch is a number of steps: the loop looks up after each."""
+        return min(EPOCH, self.steps or EPOCH)
+
+    @property
+    def loop(self) -> Recipe:
+        """What the loop of every training needs to know of it."""
+        shared = {name: getattr(self, name) for name in ("lr", "weight_decay", "average", "clip", "seed", "minutes")}
+        epochs = (self.steps or 1) // self.steps_per_epoch
+        return Recipe(self.sigmas[1], epochs=epochs, batch_size=1, optimiser="adamw", **shared)
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def read_images(
+    specs: str | Path | Sequence[str | Path], size: int = 160, channels: int | None = None
+) -> list[UInt8[Tensor, "n c s s"]]:
+    """Every image below folders, or of patterns such as ``photos/*.webp``, as squares; one tensor per size.
+
+    Images larger than ``size`` are scaled to it, smaller ones are cropped to their centre. ``FOLDER@64`` cuts each file into
+    tiles of 64 x 64 instead: mosaics keep many small images in few files. ``channels`` is 1, for classifiers of grey images,
+    or 3; by default 1 where every image is grey, because noise then is one number per pixel, not three.
+    """
+    found: dict[int, list[np.ndarray]] = {}
+    for spec in [specs] if isinstance(specs, str | Path) else specs:
+        for square in _squares(spec, size):
+            found.setdefault(square.shape[-1], []).append(square)
+    groups = [torch.from_numpy(np.stack(squares)) for _, squares in sorted(found.items())]
+    if channels not in (None, 1, 3):
+        raise InputError(f"expected 1 channel for grey images or 3 for colour, got {channels}")
+    if channels is None:
+        channels = 1 if all(bool((group == group[:, :1]).all()) for group in groups) else 3
+    return [group.float().mean(dim=1, keepdim=True).round().byte() if channels == 1 else group for group in groups]
+
+
+def _squares(spec: str | Path, size: int) -> Iterator[np.ndarray]:
+    path, _, tile = str(spec).partition("@")
+    if tile and not (tile.isdigit() and int(tile) > 0):
+        raise InputError(f"expected FOLDER@SIDE with the side of a tile in pixels, got {spec}")
+    where = Path(path)
+    listed = where.parent.glob(where.name) if "*" in where.name else where.rglob("*")
+    files = sorted(file for file in listed if file.name.lower().endswith(SUFFIXES) and not file.name.startswith("."))
+    if not files:
+        raise InputError(f"{path} holds no images; expected files that end in {', '.join(SUFFIXES)}")
+    for file in files:
+        yield from _tiles(file, int(tile)) if tile else [_square(file, size)]
+
+
+def _tiles(file: Path, side: int) -> Sequence[np.ndarray]:
+    pixels = decode(file, None, None)
+    rows, columns = (length // side for length in pixels.shape[1:])
+    if not rows * columns:
+        raise InputError(
+            f"{file} has {pixels.shape[2]} x {pixels.shape[1]} pixels, too few for tiles of {side} x {side}"
+        )
+    cut = pixels[:, : rows * side, : columns * side].reshape(3, rows, side, columns, side)
+    return list(cut.transpose(1, 3, 0, 2, 4).reshape(-1, 3, side, side))
+
+
+def _square(file: Path, size: int) -> np.ndarray:
+    pixels = decode(file, None, None)
+    side = min(pixels.shape[1:])
+    if side > size:
+        return decode(file, size, size)
+    side = side if side < 64 else side // 16 * 16  # few sizes: each is a batch of its own
+    top, left = ((length - side) // 2 for length in pixels.shape[1:])
+    return pixels[:, top : top + side, left : left + side]
+
+
+def as_groups(images: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """Images as bytes, one tensor [n, c, h, w] per size; floats in [0, 1] become bytes."""
+    listed = [images] if isinstance(images, Tensor) else list(images)
+    if not listed or any(group.ndim != 4 or not len(group) for group in listed):
+        raise InputError("expected images [n, c, h, w], or a list of such tensors, none of them empty")
+    if len({group.shape[1] for group in listed}) > 1:
+        raise InputError(f"expected one number of channels, got {sorted({group.shape[1] for group in listed})}")
+    return [group if group.dtype == torch.uint8 else padded_bytes(group, 0) for group in listed]
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def clean_batch(group: Tensor, crop: int, count: int, grey: float) -> Tensor:
+    """Random crops, mirrored at random, some of them grey, in [0, 1]."""
+    size = tuple(min(crop, side) for side in group.shape[2:])
+    room = tuple(whole - side for whole, side in zip(group.shape[2:], size, strict=True))
+    index = torch.randint(len(group), (count,), device=group.device)
+    images = augment(group, index, *places(count, size, room, True, group.device))
+    if group.shape[1] == 3 and grey:
+        images[: round(grey * count)] = images[: round(grey * count)].mean(dim=1, keepdim=True)
+    return images
+
+
+def noisy_batch(clean: Tensor, sigma: Tensor, grey: float) -> tuple[Tensor, Tensor]:
+    """Noisy images and their clean ones: one noise for all channels where they are grey, and sometimes an edge that is repeated,
+    as images of other sizes are filled up.
+    """
+    noise = torch.randn(clean.shape, device=clean.device)
+    if clean.shape[1] == 3 and grey:
+        some = round(grey * len(clean))
+        noise[:some] = noise[:some, :1]
+    noisy = clean + sigma[:, None, None, None] * noise
+    cut = torch.randint(0, 16, (2,), device=clean.device)
+    cut = cut * (torch.rand(2, device=clean.device) < 0.1)
+    for axis, less in zip((2, 3), cut, strict=True):
+        side = clean.shape[axis]
+        kept = torch.minimum(torch.arange(side, device=clean.device), (side - 1 - less).clamp(min=0))
+        noisy, clean = noisy.index_select(axis, kept), clean.index_select(axis, kept)
+    return noisy, clean
+
+
+class _Loss(nn.Module):
+    """What a step minimises: squared error in units of what is possible at each sigma, and the classifier's divergence."""
+
+    def __init__(self, denoiser: Denoiser, classifier: nn.Module | None, weight: float) -> None:
+        super().__init__()
+        self.denoiser, self.classifier, self.weight = denoiser, classifier, weight
+
+    def forward(self, noisy: Tensor, clean: Tensor, sigma: Tensor) -> Tensor:
+        found = self.denoiser(noisy, sigma)
+        scale = 1 / sigma**2 + 1 / SPREAD**2
+        loss = (scale[:, None, None, None] * (found - clean) ** 2).mean()
+        if self.classifier is not None:
+            with torch.no_grad():
+                wanted = self.classifier(clean).float().log_softmax(dim=1)
+            said = self.classifier(found).float().log_softmax(dim=1)
+            loss = loss + self.weight * F.kl_div(said, wanted, reduction="batchmean", log_target=True)
+        return loss
+
+
+class Denoising(Objective):
+    """The loss of one step: crops of every size, each in proportion to the pixels that there are of it."""
+
+    def __init__(
+        self,
+        network: Denoiser,
+        classifier: nn.Module | None,
+        groups: Sequence[Tensor],
+        recipe: DenoiserRecipe,
+        compile: bool,
+    ) -> None:
+        self.network, self.groups, self.recipe = network, groups, recipe
+        self.parameters, self.cuda = list(network.parameters()), groups[0].is_cuda
+        self.plain = _Loss(network, classifier, recipe.stability)
+        compiles = compile and self.cuda and len(groups) <= 4  # each size is compiled by itself
+        self.loss: Callable[..., Tensor] = torch.compile(self.plain, dynamic=False) if compiles else self.plain
+        areas = [min(recipe.crop, group.shape[2]) * min(recipe.crop, group.shape[3]) for group in groups]
+        total = sum(len(group) * area for group, area in zip(groups, areas, strict=True))
+        self.shares = [len(group) * area / total for group, area in zip(groups, areas, strict=True)]
+        self.counts = [max(1, round(recipe.pixels * w / area)) for w, area in zip(self.shares, areas, strict=True)]
+
+    def __call__(self, index: Tensor) -> Tensor:
+        del index  # an epoch is a number of steps: images are drawn with replacement
+        recipe, (low, high) = self.recipe, map(math.log, self.recipe.sigmas)
+        half = torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if self.cuda else nullcontext()
+        losses = []
+        for group, share, count in zip(self.groups, self.shares, self.counts, strict=True):
+            clean = clean_batch(group, recipe.crop, count, recipe.grey)
+            sigma = (low + (high - low) * torch.rand(count, device=group.device)).exp()
+            noisy, clean = noisy_batch(clean, sigma, recipe.grey)
+            with half:
+                losses.append(share * self.loss(noisy, clean, sigma))
+        return torch.stack(losses).sum()
+
+    def state(self) -> dict[str, Tensor]:
+        return {f"denoiser.{name}": value for name, value in self.network.state_dict().items()}
+
+    def simplify(self) -> bool:
+        compiled, self.loss = self.loss is not self.plain, self.plain
+        return compiled
+
+
+@torch.inference_mode()
+def psnr(denoiser: Denoiser, groups: Sequence[Tensor], sigma: float, seed: int = 0) -> float:
+    """Decibels of the denoised images of all groups."""
+    total, count, generator = 0.0, 0, torch.Generator().manual_seed(seed)
+    for group in groups:
+        for part in group.split(32):
+            clean = part.float() / 255
+            noise = torch.randn(clean.shape, generator=generator).to(clean.device)
+            total += float(((denoiser(clean + sigma * noise, sigma) - clean) ** 2).sum())
+            count += clean.numel()
+    return -10 * math.log10(total / count)
+
+
+def train_denoiser(
+    images: Tensor | Sequence[Tensor],
+    recipe: DenoiserRecipe,
+    out: str | Path,
+    *,
+    name: str = "images",
+    start: str | Path | Denoiser | None = None,
+    classifier: nn.Module | None = None,
+    towards: str = "",
+    device: torch.device | str = "cpu",
+    compile: bool = True,
+    resume: bool = True,
+    checkpoint_seconds: float = 30.0,
+    progress: Progress = True,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Train a denoiser and write ``out`` (float16 safetensors) and its card (JSON, the same name); returns the card.
+
+    With a ``classifier`` (named ``towards`` on the card) it also learns to leave that classifier's clean outputs as they
+    were: no labels are needed, and the classifier stays as it is. ``start`` goes on from a denoiser that is trained already.
+    A run that was killed goes on from the checkpoint beside ``out``.
+    """
+    out, device = Path(out), torch.device(device)
+    checkpoint = checkpoint_for(out, resume)
+    groups, held = _parts(as_groups(images), recipe.seed)
+    groups, held = ([group.to(device) for group in some] for some in (groups, held))
+    channels = groups[0].shape[1]
+    torch.manual_seed(recipe.seed)
+    network = _start(start, channels, recipe)
+    network = network.to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+    if classifier is not None:
+        for group in groups:
+            outputs_of(classifier.to(device), group[:2].float() / 255)
+        classifier = classifier.to(device).to(memory_format=torch.channels_last).eval().requires_grad_(False)  # type: ignore[call-overload]
+    history: list[list[float]] = []
+    loop = Loop(
+        Denoising(network, classifier, groups, recipe, compile), recipe.loop, per := recipe.steps_per_epoch, device, say
+    )
+
+    def log(loss: float) -> None:
+        epochs = loop.fixed.epochs
+        if loop.epoch % max(1, epochs // 20) == 0 or loop.epoch == epochs:
+            history.append([loop.epoch * per, round(loss, 5)])
+            say(f"step {loop.epoch * per}/{epochs * per}  loss {loss:.4f}")
+
+    digest = hashlib.sha256()
+    for group in groups:
+        digest.update(group.cpu().numpy())  # type: ignore[arg-type]
+    start_at = {"start": fingerprint(network), "towards": towards}
+    belongs = {**asdict(recipe), **start_at, "data": digest.hexdigest()}
+    seconds = loop.run(checkpoint, belongs, checkpoint_seconds=checkpoint_seconds, each=log, progress=progress)
+    content = denoiser_bytes(network)
+    network.load_state_dict({name: value.float() for name, value in deserialize(content).items()})
+    network.eval()  # what is measured is what is stored: the float16 weights
+    card = {
+        "architecture": "denoiser",
+        "data": name,
+        "images": {f"{group.shape[3]} x {group.shape[2]}": len(group) for group in groups},
+        "held_out": sum(len(group) for group in held),
+        "towards": towards or None,
+        "start": str(start) if isinstance(start, str | Path) else None,
+        "recipe": asdict(recipe),
+        "steps": loop.epoch * per,
+        "parameters": sum(parameter.numel() for parameter in network.parameters()),
+        "dtype": "float16",
+        "loss": history,
+        "psnr_held_out": {f"{sigma:g}": round(psnr(network, held, sigma), 2) for sigma in JUDGED},
+    }
+    return write_results(out, content, card, seconds, device)
+
+
+def _parts(groups: list[Tensor], seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Images to train on, and those set aside: at most a tenth of each size."""
+    total = sum(map(len, groups))
+    kept, held = [], []
+    for group in groups:
+        order = torch.randperm(len(group), generator=torch.Generator().manual_seed(seed))
+        aside = min(len(group) // 10, max(1, HELD * len(group) // total))
+        held.append(group[order[:aside]])
+        kept.append(group[order[aside:]])
+    if not sum(map(len, held)):
+        raise InputError(f"expected at least 10 images of one size, got {total}")
+    return kept, [group for group in held if len(group)]
+
+
+def _start(start: str | Path | Denoiser | None, channels: int, recipe: DenoiserRecipe) -> Denoiser:
+    network = start if isinstance(start, Denoiser) else None if start is None else load_denoiser(start)
+    if network is None:
+        return Denoiser(channels, recipe.sigmas)
+    if network.channels != channels:
+        raise InputError(f"the denoiser to start from is for {network.channels} channels, the images have {channels}")
+    low, high = zip(network.sigmas, recipe.sigmas, strict=True)
+    network.sigmas = (min(low), max(high))
+    return network

@@ -1,0 +1,177 @@
+"""The loop of every training under noise: order, steps, averaged weights, checkpoints, progress, divergence.
+
+What is minimised plugs in as an :class:`Objective`. On CUDA a whole step is one graph: a ResNet-110 has hundreds of small
+kernels per step, and launching them costs more than running them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keepcover.engine.progress import Bar, Progress
+from keepcover.errors import InputError
+from keepcover.training.optimise import AdamW, Average, Replayed, Sgd, clipped, copy_into, epoch_key
+from keepcover.training.recipe import Recipe
+from keepcover.training.resume import Checkpoint
+
+Say = Callable[[str], None]
+
+
+class Objective(ABC):
+    """What a loop minimises over ``parameters``."""
+
+    parameters: list[nn.Parameter]
+
+    @abstractmethod
+    def __call__(self, index: Tensor) -> Tensor:
+        """The loss of the examples at ``index``."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor that a step changes: parameters, and running statistics where there are such."""
+
+    def simplify(self) -> bool:
+        """Compute the same without a compiler from now on; False where there was none."""
+        return False
+
+
+class Loop:
+    """Steps over random batches; its randomness depends on (seed, epoch) alone, so a resumed run takes the same steps.
+
+    Attributes:
+        fixed: the recipe with its number of epochs, once that is known.
+        epoch: how many are done.
+    """
+
+    def __init__(
+        self, objective: Objective, recipe: Recipe, count: int, device: torch.device | str, say: Say = print
+    ) -> None:
+        if count < recipe.batch_size:
+            raise InputError(f"expected at least one batch of {recipe.batch_size} images, got {count}")
+        self.objective, self.recipe, self.fixed = objective, recipe, recipe
+        self.count, self.device, self.say = count, torch.device(device), say
+        self.steps_per_epoch = count // recipe.batch_size
+        if recipe.optimiser == "adamw":
+            self.optimiser = AdamW(objective.parameters, recipe.weight_decay)
+        else:
+            self.optimiser = Sgd(objective.parameters, recipe.momentum, recipe.weight_decay, recipe.nesterov)
+        self.average = Average(objective.state()) if recipe.average else None
+        self.index = torch.arange(recipe.batch_size, device=self.device)
+        self.loss = torch.zeros((), device=self.device)
+        self.step = Replayed(self._step, self.state, self.device, self._simplify)
+        self.epoch, self.start = 0, time.monotonic()
+
+    def _step(self) -> None:
+        loss = self.objective(self.index)
+        gradients = torch.autograd.grad(loss, self.optimiser.parameters)
+        self.optimiser.step(clipped(gradients, self.recipe.clip) if self.recipe.clip else gradients)
+        if self.average:
+            self.average.step(self.objective.state())
+        self.loss.copy_(loss.detach())
+
+    def _simplify(self, error: Exception) -> bool:
+        done = self.objective.simplify()
+        if done:
+            reason = (str(error).splitlines() or [""])[0]
+            self.say(f"the compiled step failed ({type(error).__name__}: {reason}); going on without the compiler")
+        return done
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything a step changes."""
+        averages = self.average.state() if self.average else {}
+        return {**self.objective.state(), **self.optimiser.state(), **averages}
+
+    def _run_epoch(self, bar: Bar) -> float:
+        """One pass over the data, and its mean loss. A short last batch is left for another epoch: every step has one shape."""
+        recipe = self.fixed
+        torch.manual_seed(epoch_key(recipe.seed, self.epoch))
+        order = torch.randperm(self.count, device=self.device)
+        total = torch.zeros((), device=self.device)
+        for step in range(self.steps_per_epoch):
+            self.index.copy_(order[step * recipe.batch_size : (step + 1) * recipe.batch_size])
+            done = self.epoch * self.steps_per_epoch + step
+            self.optimiser.lr.fill_(recipe.learning_rate(done, self.steps_per_epoch))
+            if self.average:
+                self.average.set(done, recipe.average * recipe.epochs * self.steps_per_epoch)
+            self.step()
+            total += self.loss
+            bar.advance()
+        self.epoch += 1
+        return float(total) / self.steps_per_epoch
+
+    def _measure(self, minutes: float) -> None:
+        """Fix as many epochs as the minutes that are left allow, at the speed of a few steps that leave no trace."""
+        kept = {name: value.detach().clone() for name, value in self.state().items()}
+        self.step()
+        float(self.loss)  # a GPU has finished when its result is here
+        start, steps = time.monotonic(), 0
+        while steps < 3 or time.monotonic() - start < 1.0:
+            self.step()
+            float(self.loss)
+            steps += 1
+        now = time.monotonic()
+        each, left = (now - start) / steps, 60 * minutes - (now - self.start)
+        copy_into(self.state(), kept)
+        epochs = max(1, int(0.97 * left / (each * self.steps_per_epoch)))  # a little is for judging and writing
+        self.fixed = replace(self.recipe, epochs=epochs)
+        self.say(
+            f"{self.recipe.batch_size / each:,.0f} images/s after {now - self.start:.0f} s; {epochs} epochs fit into the "
+            f"{max(0.0, left):.0f} s that are left"
+        )
+
+    def run(
+        self,
+        checkpoint: Path | None = None,
+        belongs: Mapping[str, Any] | None = None,
+        *,
+        checkpoint_seconds: float = 30.0,
+        label: str = "training",
+        each: Callable[[float], None] = lambda _: None,
+        progress: Progress = True,
+    ) -> float:
+        """Train to the end, from ``checkpoint`` where there is one that belongs here, and return the seconds spent in all.
+
+        The checkpoint is renewed at the end of every epoch that finds it older than ``checkpoint_seconds``. ``each`` is
+        called with the loss of every epoch. The last weights are the averaged ones.
+        """
+        belongs, spent = belongs or {}, 0.0
+        before = Checkpoint.load(checkpoint, belongs, self.state()) if checkpoint else None
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            if before:
+                copy_into(self.state(), before.state)
+                self.epoch, spent, self.fixed = before.epoch, before.seconds, replace(self.recipe, epochs=before.epochs)
+                self.say(f"going on after epoch {before.epoch} of {before.epochs}")
+            elif self.recipe.minutes:
+                self._measure(self.recipe.minutes)
+            epochs, saved = self.fixed.epochs, time.monotonic()
+            with Bar(label, epochs * self.steps_per_epoch, progress) as bar:
+                bar.done = self.epoch * self.steps_per_epoch
+                while self.epoch < epochs:
+                    began, loss = time.monotonic(), self._run_epoch(bar)
+                    if not math.isfinite(loss):
+                        raise InputError(f"training diverged: the loss became {loss} in epoch {self.epoch}; lower lr")
+                    if self.epoch in (1, 2) and self.device.type == "cuda":  # the first includes the compiler
+                        took = time.monotonic() - began
+                        speed = self.steps_per_epoch * self.recipe.batch_size / took
+                        self.say(
+                            f"epoch {self.epoch}: {speed:,.0f} images/s, {took * (epochs - self.epoch):.0f} s left"
+                        )
+                    each(loss)
+                    now = time.monotonic()
+                    if checkpoint and now - saved >= checkpoint_seconds and self.epoch < epochs:
+                        Checkpoint(self.state(), self.epoch, epochs, spent + now - self.start).save(checkpoint, belongs)
+                        saved = now
+        if self.average:
+            copy_into(self.objective.state(), self.average.values)
+        if not all(bool(parameter.isfinite().all()) for parameter in self.objective.parameters):
+            raise InputError("training diverged: parameters are no longer finite; lower lr")
+        return spent + time.monotonic() - self.start
