@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,56 +14,54 @@ import torch
 from torch import Tensor, nn
 
 from keepcover.adapters import ExportedClassifier, OnnxClassifier, from_hugging_face, from_predict_proba
-from keepcover.data import Labelled, cifar, digits, idx, image_folder
+from keepcover.data import Labelled, cifar, digits, idx
+from keepcover.data.image_folder import usual_folder
+from keepcover.data.table import read_csv
 from keepcover.engine.devices import checked_device
 from keepcover.engine.inputs import check_images
 from keepcover.engine.smoother import Classifier
 from keepcover.errors import InputError
-from keepcover.models import CifarResNet, ResNet50, SmallCNN, find_weights, load_head, load_weights
-from keepcover.noise.stream import widened
+from keepcover.models import NAMES, denoised, find_weights, is_named, load_head, load_weights, network
 from keepcover.prediction import Predictor
 from keepcover.prediction.artifact import load, read
 from keepcover.store.logits_file import names_in, read_arrays
 from keepcover.tasks.metrics import check_labels
-
-MODELS: dict[str, Callable[[int], nn.Module]] = {
-    "small-cnn": lambda classes: SmallCNN(classes=classes),
-    "cifar-resnet20": lambda classes: CifarResNet(20, classes),
-    "cifar-resnet56": lambda classes: CifarResNet(56, classes),
-    "cifar-resnet110": lambda classes: CifarResNet(110, classes),
-    "resnet50": lambda classes: ResNet50(classes),
-}
+from keepcover.training.denoiser import read_images
 
 OFFICIAL: dict[str, Callable[..., Labelled]] = {"cifar10": cifar, "cifar100": cifar, "mnist": idx, "fashion-mnist": idx}
 
 
 def load_model(
-    spec: str, weights: str | Path | None = None, classes: int = 10, device: str | None = None, output: str = "logits"
+    spec: str,
+    weights: str | Path | None = None,
+    classes: int = 10,
+    device: str | None = None,
+    output: str = "logits",
+    fresh: bool = False,
 ) -> Classifier:
     """A model by name, an ``.onnx`` or ``.pt2`` file, a Hugging Face folder, or ``package.module:function``.
 
-    A model by name takes weights, a file or a name; ``BASE+HEAD`` puts a conformally trained head on them. The function
-    takes no arguments and returns images -> logits, or an object with ``predict_proba``; its module may lie in the current
-    folder. ``output`` says what an ONNX file
-    returns, logits or probabilities.
+    A model by name takes weights, a file or a name, unless a ``fresh`` one is asked for; ``BASE+HEAD`` puts a conformally
+    trained head on them. The function takes no arguments and returns images -> logits, or an object with ``predict_proba``;
+    its module may lie in the current folder. ``output`` says what an ONNX file returns, logits or probabilities.
+    ``denoised:SPEC`` puts the bundled denoiser before any of them that is a torch module, ``denoised@FILE:SPEC`` another.
 
     Example:
         >>> type(load_model("torch.nn:Identity")).__name__
         'Identity'
     """
+    front, colon, behind = spec.partition(":")
+    if colon and front.split("@")[0] == "denoised":
+        return denoised(load_model(behind, weights, classes, device, output, fresh), front.partition("@")[2] or None)
     suffix = Path(spec).suffix.lower()
     if output != "logits" and suffix != ".onnx":
         raise InputError(f"{output} are for ONNX files; let your function return the logarithm of its probabilities")
     if device is not None:
         checked_device(device)
-    if spec in MODELS:
-        model = MODELS[spec](classes)
-        if weights is not None:
-            base, _, head = str(weights).partition("+")
-            if head and not Path(weights).is_file():
-                model = load_head(load_weights(model, base), find_weights(head))
-            else:
-                model = load_weights(model, weights)
+    if is_named(spec):
+        if weights is None and not fresh:
+            raise InputError(f"{spec} needs trained weights: --weights FILE")
+        model = network(spec, classes, lambda model: _with_weights(model, weights))
         return model.to(device) if device else model
     if weights is not None:
         raise InputError("weights are for built-in models; a file holds its own, and a function loads its own")
@@ -78,17 +76,20 @@ def load_model(
     return _from_function(spec, device)
 
 
+def _with_weights(model: nn.Module, weights: str | Path | None) -> nn.Module:
+    if weights is None:
+        return model
+    base, _, head = str(weights).partition("+")
+    if head and not Path(weights).is_file():
+        return load_head(load_weights(model, base), find_weights(head))
+    return load_weights(model, weights)
+
+
 _ARCHITECTURE = "weights alone are no model: give --model NAME --weights FILE, or a function that builds and loads it"
 _PICKLE = "pickles run code when they are opened, so they are not: give package.module:function, which opens its own"
-_OTHER_FILES = {
-    ".safetensors": _ARCHITECTURE,
-    ".pt": _ARCHITECTURE,
-    ".pth": _ARCHITECTURE,
-    ".ckpt": _ARCHITECTURE,
-    ".bin": _ARCHITECTURE,
-    ".pkl": _PICKLE,
-    ".pickle": _PICKLE,
-    ".joblib": _PICKLE,
+_OTHER_FILES: dict[str, str] = {
+    **dict.fromkeys((".safetensors", ".pt", ".pth", ".ckpt", ".bin"), _ARCHITECTURE),
+    **dict.fromkeys((".pkl", ".pickle", ".joblib"), _PICKLE),
 }
 
 
@@ -96,7 +97,7 @@ def _from_function(spec: str, device: str | None) -> Classifier:
     match = re.fullmatch(r"([\w.]+):(\w+)", spec)
     if not match:
         raise InputError(
-            f"expected a model among {', '.join(MODELS)}, an .onnx or .pt2 file, a Hugging Face folder or package.module:function, got {spec!r}"
+            f"expected a model among {NAMES}, an .onnx or .pt2 file, a Hugging Face folder or package.module:function, got {spec!r}"
         )
     here = str(Path.cwd())
     if here not in sys.path:  # as for `python -m`: an installed command alone does not look into the folder it runs in
@@ -112,8 +113,7 @@ def _from_function(spec: str, device: str | None) -> Classifier:
         return from_predict_proba(made)
     if not callable(made):
         raise InputError(
-            f"{spec} must return a model, a callable images -> logits; it returned {type(made).__name__}, which has no "
-            "predict_proba either"
+            f"{spec} must return a model, images -> logits or with predict_proba, not {type(made).__name__}"
         )
     return cast(Classifier, made)
 
@@ -129,8 +129,6 @@ def load_predictor(
 ) -> Predictor:
     """A saved predictor with its model, which is named as for :func:`load_model`."""
     classes = read(path)[0]["task"].get("classes") or 0
-    if model in MODELS and weights is None:
-        raise InputError(f"{model} needs --weights FILE: those that the predictor was calibrated with")
     network = load_model(model, weights, classes, device, output)
     if isinstance(network, nn.Module):
         network.eval()
@@ -155,18 +153,55 @@ def load_parts(
             raise InputError(f"{spec} has an official training part; leave --part out")
         return load_data(spec, folder, "train"), load_data(spec, folder)
     data = take_part(load_data(spec, folder), part or "1/2")
-    data = replace(data, images=data.images.float())  # training promises nothing: the network's own precision will do
+    if data.images.is_floating_point():  # training promises nothing: the network's own precision will do
+        data = replace(data, images=data.images.float())
     if len(data) < 2:
         raise InputError(f"expected at least 2 examples in that part of {spec}, got {len(data)}")
+    return _four_to_one(data, seed)
+
+
+def _four_to_one(data: Labelled, seed: int) -> tuple[Labelled, Labelled]:
     train, test = data.split(max(1, 4 * len(data) // 5), -1, seed=seed)
     return train, test
 
 
-def load_data(spec: str, folder: str | Path | None = None, part: str = "test") -> Labelled:
-    """Data by name (the test part unless asked otherwise), a folder of class folders, or a safetensors or npz file of
-    ``images`` [n, c, h, w] and ``labels`` [n].
+def has_labels(spec: str) -> bool:
+    """Whether data of that name come with labels: a folder that holds images and no folders has none, nor a file without.
 
-    Image files smaller than 224 pixels are taken as they are, and must then have one size; larger ones as ImageNet's.
+    Example:
+        >>> has_labels("digits")
+        True
+    """
+    path = Path(spec)
+    if path.is_dir():
+        return any(entry.is_dir() and not entry.name.startswith(".") for entry in path.iterdir())
+    return path.suffix not in (".npz", ".safetensors") or "labels" in names_in(spec)
+
+
+@torch.inference_mode()
+def parts_by(model: nn.Module, spec: str, part: str | None = None, seed: int = 0) -> tuple[Labelled, Labelled]:
+    """As :func:`load_parts`, of data without labels: in their place stands what the model says of the images as they are."""
+    if Path(spec).is_dir():
+        sizes = read_images(spec, 224, channels=3)
+        if len(sizes) > 1:
+            found = ", ".join(f"{group.shape[3]} x {group.shape[2]}" for group in sizes)
+            raise InputError(f"expected images of one size in {spec}, that of the network's inputs, got {found}")
+        images = sizes[0].float() / 255
+    else:
+        images = load_inputs(spec).images.float()
+    images, device = images[part_rows(len(images), part or "1/2")], next(model.parameters()).device
+    logits = torch.cat([model.eval()(some.to(device)).cpu() for some in images.split(256)])
+    names = tuple(f"class {k}" for k in range(logits.shape[1]))
+    data = Labelled(f"{Path(spec).stem}, by the network's own word", images, logits.argmax(dim=1), names)
+    return _four_to_one(data, seed)
+
+
+def load_data(spec: str, folder: str | Path | None = None, part: str = "test", target: str | None = None) -> Labelled:
+    """Data by name (the test part unless asked otherwise), a folder of class folders, or a safetensors or npz file of
+    ``images`` [n, c, h, w], or tokens [n, length], and ``labels`` [n], [n, K] or [n, h, w]. Numbers to predict come from ``inputs`` and ``targets`` of such a
+    file, or from a CSV file, whose last column is the ``target`` unless named.
+
+    Image files of at most 224 pixels are taken as they are, and must then have one size; larger ones as ImageNet's.
     """
     if spec == "digits":
         return digits()
@@ -175,20 +210,22 @@ def load_data(spec: str, folder: str | Path | None = None, part: str = "test") -
             raise InputError(f"{spec} needs the folder of its official files: --data-dir DIR")
         return OFFICIAL[spec](spec, folder, part)
     if Path(spec).is_dir():
-        images = image_folder(spec, resize=None, crop=None)
-        return (images if min(images.shape[1:]) < 224 else image_folder(spec)).load()
+        return usual_folder(spec).load()
+    if Path(spec).suffix == ".csv":
+        return Labelled(Path(spec).stem, *read_csv(spec, target)[:2], ())
     if Path(spec).suffix not in (".npz", ".safetensors"):
         raise InputError(
-            f"expected digits, {', '.join(OFFICIAL)}, a folder of class folders, or a .npz or .safetensors file, got {spec!r}"
+            f"expected digits, {', '.join(OFFICIAL)}, a folder of class folders, or a .npz, .safetensors or .csv file, got {spec!r}"
         )
-    images, labels = read_arrays(spec, "images", "labels")
-    if images.ndim != 4:
-        raise InputError(f"expected images [n, channels, height, width], got shape {tuple(images.shape)}")
-    if not images.is_floating_point():
-        raise InputError(f"expected float images in [0, 1], got {images.dtype}; divide by 255 and save again")
-    classes = int(torch.as_tensor(labels).max()) + 1 if len(labels) else 0
-    labels = check_labels(labels, len(images), max(classes, 1))
-    return Labelled(Path(spec).stem, widened(images), labels, tuple(f"class {k}" for k in range(classes)))
+    images, truth = cast(tuple[Tensor, Tensor], _arrays(spec, True))
+    if truth.is_floating_point() or truth.ndim > 1:  # numbers, several labels, labels of pixels: the task looks at them
+        return Labelled(Path(spec).stem, images, truth, ())
+    if images.ndim != 4 and images.is_floating_point():
+        raise InputError(
+            f"expected images [n, channels, height, width] or tokens [n, length], got {images.dtype} {tuple(images.shape)}"
+        )
+    classes = int(truth.max()) + 1 if len(truth) else 0
+    return Labelled(Path(spec).stem, images, truth, tuple(f"class {k}" for k in range(classes)))
 
 
 @dataclass(frozen=True)
@@ -205,25 +242,39 @@ class Inputs:
         return len(self.images)
 
 
-def load_inputs(spec: str, folder: str | Path | None = None, part: str | None = None, labelled: bool = False) -> Inputs:
-    """Data as :func:`load_data` reads them; files may lack ``labels``, and hold vectors [n, features] instead of images.
+def load_inputs(
+    spec: str,
+    folder: str | Path | None = None,
+    part: str | None = None,
+    labelled: bool = False,
+    target: str | None = None,
+) -> Inputs:
+    """Data as :func:`load_data` reads them; files may lack ``labels``, and hold vectors [n, features] instead of images. Where no
+    labels are needed, a folder of images without class folders will do.
 
     ``part`` is ``k/m``: the k-th of m random disjoint parts, the same on every run.
     """
     if Path(spec).suffix in (".npz", ".safetensors"):
         images, labels, class_names, name = *_arrays(spec, labelled), None, Path(spec).stem
+    elif not labelled and Path(spec).is_dir() and not any(path.is_dir() for path in Path(spec).iterdir()):
+        images, labels, class_names, name = usual_folder(spec, flat=True).load().images, None, None, Path(spec).name
     else:
-        data = load_data(spec, folder)
-        images, labels, class_names, name = data.images, data.labels, data.class_names, data.name
+        data = load_data(spec, folder, target=target)
+        images, labels, class_names, name = data.images, data.labels, data.class_names or None, data.name
     rows = part_rows(len(images), part)
     return Inputs(name, images[rows], rows, None if labels is None else labels[rows], class_names)
 
 
 def _arrays(path: str, labelled: bool) -> tuple[Tensor, Tensor | None]:
-    if not labelled and "labels" not in names_in(path):
-        return check_images(read_arrays(path, "images")[0], first=False), None
-    images, labels = read_arrays(path, "images", "labels")
-    return check_images(images, first=False), check_labels(labels, len(images), 2**31)
+    """Inputs, and labels or targets, by either name."""
+    there = names_in(path)
+    inputs, truth = ("inputs" if "inputs" in there else "images"), ("targets" if "targets" in there else "labels")
+    if not labelled and truth not in there:
+        return check_images(read_arrays(path, inputs)[0], first=False), None
+    images, known = read_arrays(path, inputs, truth)
+    if truth == "targets" or known.ndim < 2:  # tables of several labels and maps of pixels are for the task to look at
+        known = known.double() if truth == "targets" else check_labels(known, len(images), None)
+    return check_images(images, first=False), known
 
 
 def take_part(data: Labelled, part: str | None) -> Labelled:
@@ -248,3 +299,29 @@ def part_rows(n: int, part: str | None) -> Tensor:
     # Files are often sorted by class: parts are drawn at random, the same on every run.
     order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
     return order.tensor_split(int(match[2]))[int(match[1]) - 1].sort().values
+
+
+def next_part(part: str) -> str:
+    """The part after ``k/m``, and the first after the last.
+
+    Example:
+        >>> next_part("3/4"), next_part("4/4")
+        ('4/4', '1/4')
+    """
+    k, m = map(int, part.split("/"))
+    return f"{k % m + 1}/{m}"
+
+
+def read_shape(given: str | Sequence[int] | None) -> tuple[int, ...] | None:
+    """The shape of an input as a command line or a service's settings give it.
+
+    Example:
+        >>> read_shape("3x32x32")
+        (3, 32, 32)
+    """
+    if given is None:
+        return None
+    text = given if isinstance(given, str) else "x".join(map(str, given))
+    if not re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8})*", text):
+        raise InputError(f"expected a shape as positive numbers joined by x, for instance 3x32x32, got {given!r}")
+    return tuple(int(part) for part in text.split("x"))

@@ -1,13 +1,21 @@
-"""Rows through a model that takes only some batch sizes."""
+"""Rows through a model that takes only some image sizes and batch sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from keepcover.errors import InputError
+
+
+def check_sizes(name: str, images: Tensor, sizes: Sequence[int | None]) -> None:
+    """Refuse images of other sizes than a model takes; None is any size."""
+    found = images.shape[1:]
+    if len(found) != len(sizes) or any(size not in (None, own) for size, own in zip(sizes, found, strict=True)):
+        expected = ", ".join("any" if size is None else str(size) for size in sizes)
+        raise InputError(f"{name} takes images [n, {expected}], got [n, {', '.join(map(str, found))}]")
 
 
 def in_batches(run: Callable[[Tensor], Tensor], images: Tensor, least: int = 1, most: int | None = None) -> Tensor:

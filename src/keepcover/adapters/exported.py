@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 
-from keepcover.adapters.batching import in_batches
+from keepcover.adapters.batching import check_sizes, in_batches
 from keepcover.adapters.program import checked_copy
-from keepcover.adapters.rehearsal import MOST, bound, check_calls, rehearse, written
-from keepcover.errors import InputError
+from keepcover.adapters.rehearsal import MOST, arguments, check_calls, rehearse, written
+from keepcover.errors import InputError, reason, refusing
 
 
 class ExportedClassifier(nn.Module):
@@ -44,19 +44,19 @@ class ExportedClassifier(nn.Module):
         self.fingerprint = hashlib.sha256(content).hexdigest()
         name = self.path.name
         program = _load(checked_copy(content, name), name, device)
-        shape, self._fixed, self._least, self._most = _input(program, name)
+        shape, self._sizes, self._least, self._most = _input(program, name)
         check_calls(program.graph, name)
         _refuse_train_mode(program, name)
         self.program = program.module()
-        self.classes = _classes(rehearse(self.program, shape, name), shape[0], name)
+        returned = rehearse(self.program, shape, name)
+        if not isinstance(returned, Tensor) or returned.ndim != 2 or len(returned) != shape[0]:
+            raise InputError(
+                f"{name}: expected one output, logits [n, classes]; export a model that returns only those"
+            )
+        self.classes = int(returned.shape[1])
 
     def forward(self, images: Tensor) -> Tensor:
-        shape = tuple(images.shape[1:])
-        if len(shape) != len(self._fixed) or any(w not in (None, g) for w, g in zip(self._fixed, shape, strict=True)):
-            raise InputError(
-                f"{self.path.name} takes images [n, {', '.join('any' if e is None else str(e) for e in self._fixed)}], "
-                f"got [n, {', '.join(map(str, shape))}]"
-            )
+        check_sizes(self.path.name, images, self._sizes)
         return in_batches(self._run, images, self._least, self._most)
 
     def _run(self, images: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class ExportedClassifier(nn.Module):
         except torch.OutOfMemoryError:
             raise  # a smaller batch is tried
         except Exception as error:  # operators refuse what does not fit with exceptions of every kind
-            raise InputError(f"{self.path.name} fails on inputs {tuple(images.shape)}: {_reason(error)}") from None
+            raise InputError(f"{self.path.name} fails on inputs {tuple(images.shape)}: {reason(error)}") from None
 
     def train(self, mode: bool = True) -> ExportedClassifier:
         """A program has one mode, the one it was exported in; it refuses to be asked for another."""
@@ -73,22 +73,15 @@ class ExportedClassifier(nn.Module):
         return self
 
 
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def _load(content: bytes, name: str, device: torch.device | str | None) -> Any:
     log = logging.getLogger("torch.export")
     level = log.level
     log.setLevel(logging.ERROR)  # torch logs a traceback before it raises
+    what = f"{name} is not a program that torch {torch.__version__} can load"
     try:
-        program = torch.export.load(io.BytesIO(content))
-        return program if device is None else move_to_device_pass(program, str(device))
-    except Exception as error:  # whatever torch raises on a damaged program, often an AssertionError
-        raise InputError(
-            f"{name} is not a program that torch {torch.__version__} can load ({_reason(error)}); export it again with this "
-            "version"
-        ) from None
+        with refusing(what, advice="export it again with this version"):
+            program = torch.export.load(io.BytesIO(content))
+            return program if device is None else move_to_device_pass(program, str(device))
     finally:
         log.setLevel(level)
 
@@ -100,9 +93,7 @@ def _input(program: Any, name: str) -> tuple[list[int], list[int | None], int, i
     given = found[0] if len(inputs) == len(found) == 1 else None
     if not isinstance(given, Tensor) or given.dtype != torch.float32 or given.ndim < 2:
         kinds = ", ".join(f"{getattr(v, 'dtype', type(v).__name__)} {list(getattr(v, 'shape', []))}" for v in found)
-        raise InputError(
-            f"{name}: expected one float32 input [n, ...], the images; the program takes {kinds or 'nothing'}"
-        )
+        raise InputError(f"{name}: expected one float32 input [n, ...], the images; it takes {kinds or 'nothing'}")
     sizes = [size if isinstance(size, int) else None for size in given.shape]
     example = [size if isinstance(size, int) else size.node.hint for size in given.shape]
     least, most = sizes[0] or 1, sizes[0]
@@ -114,16 +105,8 @@ def _input(program: Any, name: str) -> tuple[list[int], list[int | None], int, i
         most = None if limits is None or limits.upper > 2**31 else int(limits.upper)
         example[0] = max(least, min(2, most or 2))
     if not all(isinstance(size, int) and 0 < size <= MOST for size in example):
-        raise InputError(
-            f"{name}: expected images of sizes up to {MOST}, the program states {example}; export it again"
-        )
+        raise InputError(f"{name}: expected images of sizes up to {MOST}, it states {example}; export it again")
     return example, sizes[1:], least, most
-
-
-def _classes(returned: Any, images: int, name: str) -> int:
-    if not isinstance(returned, Tensor) or returned.ndim != 2 or returned.shape[0] != images:
-        raise InputError(f"{name}: expected one output, logits [n, classes]; export a model that returns only those")
-    return int(returned.shape[1])
 
 
 def _refuse_train_mode(program: Any, name: str) -> None:
@@ -144,11 +127,11 @@ def _varies(node: Any) -> bool:
     """Whether an operator draws random numbers, or mixes the images of a batch as batch norm does in training."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    schema, given = node.target._schema, {argument.name: value for argument, value in bound(node)}
-    if "batch_norm" in schema.name:
+    operator, given = node.target._schema.name, {argument.name: value for argument, value in arguments(node)}
+    if "batch_norm" in operator:
         return given.get("training") is True
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    if "scaled_dot_product" in schema.name:
+    if "scaled_dot_product" in operator:
         return given.get("dropout_p", 0.0) != 0
     return given.get("train", given.get("training")) is not False

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keepcover.errors import InputError, install
+from keepcover.errors import InputError, optional, refusing
 from keepcover.models.small_cnn import Normalize
 
 MOST_JSON = 1 << 22  # bytes of a settings file; 22 000 classes take 1 MB
@@ -78,46 +78,30 @@ def from_hugging_face(
         raise InputError(f"no Hugging Face model at {folder}: expected a folder with config.json")
     _check_weights(folder)
     _check_settings(_read_json(folder / "config.json"), folder / "config.json")
-    try:
-        from transformers import AutoModelForImageClassification  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise InputError(f"Hugging Face models need transformers: {install('hugging-face')}") from None
+    transformers = optional("transformers", "Hugging Face models need transformers", "hugging-face")
     if (mean is None) != (std is None):
         raise InputError("expected mean and std together, or neither")
-    preprocessor = _preprocessor(folder)
-    if mean is None or std is None:
-        mean, std = _normalisation(preprocessor, folder)
-    normalize = _normalize(mean, std)
-    try:
-        model, report = AutoModelForImageClassification.from_pretrained(
-            folder,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            dtype=torch.float32,
-            output_loading_info=True,
-        )
+    path = folder / "preprocessor_config.json"
+    preprocessor = _read_json(path) if path.is_file() else {}
+    normalize = _stated_normalize(preprocessor, folder) if mean is None else _normalize(mean, std)
+    # Settings of a wrong kind fail anywhere in transformers, with exceptions of every kind.
+    with refusing(f"{folder} is not an image classifier that transformers can load"):
+        safe = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
+        how = {**safe, "dtype": torch.float32, "output_loading_info": True}
+        model, report = transformers.AutoModelForImageClassification.from_pretrained(folder, **how)
         if report["missing_keys"]:
-            missing = ", ".join(sorted(report["missing_keys"])[:3])
-            raise InputError(
-                f"{folder} lacks weights of the classifier ({missing} ...): transformers would fill them at random; "
-                "fine-tune it first"
-            )
+            missing = f"{folder} lacks weights of the classifier ({', '.join(sorted(report['missing_keys'])[:3])} ...)"
+            raise InputError(f"{missing}: transformers would fill them at random; fine-tune it first")
         classifier = HuggingFaceClassifier(model, normalize, _image_size(model.config, preprocessor)).eval()
-    except InputError:
-        raise
-    except Exception as error:  # settings of a wrong kind fail anywhere in transformers, with exceptions of every kind
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{folder} is not an image classifier that transformers can load: {reason}") from None
     return classifier.to(device) if device else classifier
 
 
 def _check_weights(folder: Path) -> None:
     """Refuse weights that are not safetensors files of the folder: an index may name a pickle, or a file anywhere."""
     if not list(folder.glob("*.safetensors")):
+        pickles = "other weights are pickles, which run code when they are opened"
         raise InputError(
-            f"{folder} has no .safetensors file; other weights are pickles, which run code when they are opened: load them "
-            "where you trust them and save_pretrained again"
+            f"{folder} has no .safetensors file; {pickles}: load those that you trust, save_pretrained again"
         )
     if (folder / "adapter_config.json").exists():
         raise InputError(f"{folder} is an adapter of another model; merge them and save_pretrained the result")
@@ -140,9 +124,7 @@ def _check_settings(value: Any, path: Path, key: str = "") -> None:
             raise InputError(f"{path}: expected id2label to name the classes 0, 1, 2, ... in an object")
         for inner, item in value.items():
             if inner in _ELSEWHERE and item:
-                raise InputError(
-                    f"{path} sets {inner}, so its weights are elsewhere or in another form; save plain ones"
-                )
+                raise InputError(f"{path} sets {inner}: its weights are elsewhere or in another form; save plain ones")
             if inner.endswith("attn_implementation") and item not in _ATTENTION:
                 raise InputError(f"{path}: expected {inner} to be eager or sdpa, got {item!r}")
             _check_settings(item, path, inner)
@@ -157,61 +139,45 @@ def _check_settings(value: Any, path: Path, key: str = "") -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > MOST_JSON:
-            raise InputError(f"{path} has {path.stat().st_size} bytes, expected at most {MOST_JSON}")
+    with refusing(f"{path} is not JSON", OSError, ValueError, RecursionError):
+        if (size := path.stat().st_size) > MOST_JSON:
+            raise InputError(f"{path} has {size} bytes, expected at most {MOST_JSON}")
         content = json.loads(path.read_text(encoding="utf-8"))
-    except InputError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise InputError(f"expected an object in {path}, got {type(content).__name__}")
     return content
 
 
-def _preprocessor(folder: Path) -> dict[str, Any]:
-    path = folder / "preprocessor_config.json"
-    return _read_json(path) if path.is_file() else {}
+def _numbers(values: Any) -> list[float]:
+    """The numbers of a list that holds finite numbers alone; none otherwise."""
+    listed: list[Any] = list(values) if isinstance(values, Sequence) and not isinstance(values, str) else [None]
+    fine = all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in listed)
+    return list(map(float, listed)) if fine else []
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _normalize(mean: Any, std: Any) -> Normalize:
+def _normalize(mean: Any, std: Any, scale: float = 1.0) -> Normalize:
     """The layer, or an error where a value is no number, the lengths differ or a deviation is not positive."""
-    lists = [
-        list(values) if isinstance(values, Sequence) and not isinstance(values, str) else [] for values in (mean, std)
-    ]
-    if (
-        not 0 < len(lists[0]) == len(lists[1])
-        or not all(_is_number(value) for value in lists[0] + lists[1])
-        or min(lists[1]) <= 0
-    ):
+    means, stds = _numbers(mean), _numbers(std)
+    if not 0 < len(means) == len(stds) or min(stds) <= 0:
         raise InputError(f"expected one mean and one positive std per channel, numbers, got mean {mean} and std {std}")
-    return Normalize(tuple(lists[0]), tuple(lists[1]))
+    return Normalize(tuple(value / scale for value in means), tuple(value / scale for value in stds))
 
 
-def _normalisation(preprocessor: dict[str, Any], folder: Path) -> tuple[list[float], list[float]]:
-    """Mean and deviation for pixels in [0, 1], where the preprocessor means 8-bit ones that it rescales first."""
+def _stated_normalize(preprocessor: dict[str, Any], folder: Path) -> Normalize:
+    """For pixels in [0, 1], what the preprocessor states for 8-bit ones that it rescales first."""
     if preprocessor.get("rescale_offset"):
-        raise InputError(
-            f"the preprocessor in {folder} shifts pixels (rescale_offset); give mean= and std= for images in [0, 1]"
-        )
+        shifts = f"the preprocessor in {folder} shifts pixels (rescale_offset)"
+        raise InputError(f"{shifts}; give mean= and std= for images in [0, 1]")
     mean, std = preprocessor.get("image_mean"), preprocessor.get("image_std")
     if preprocessor and not preprocessor.get("do_normalize", True):
         mean, std = [0.0] * 3, [1.0] * 3
     if mean is None or std is None:
-        raise InputError(
-            f"{folder} does not say how to normalise images (image_mean and image_std in preprocessor_config.json); give "
-            "mean= and std="
-        )
+        lacks = "image_mean and image_std in preprocessor_config.json"
+        raise InputError(f"{folder} does not say how to normalise images ({lacks}); give mean= and std=")
     factor = preprocessor.get("rescale_factor", 1 / 255) if preprocessor.get("do_rescale", True) else 1.0
-    if not _is_number(factor) or factor <= 0:
+    if not _numbers([factor]) or factor <= 0:
         raise InputError(f"expected rescale_factor in {folder} to be a positive number, got {factor!r}")
-    _normalize(mean, std)
-    return [m / (255 * factor) for m in mean], [s / (255 * factor) for s in std]
+    return _normalize(mean, std, 255 * factor)
 
 
 def _image_size(config: Any, preprocessor: dict[str, Any]) -> tuple[int, int] | None:

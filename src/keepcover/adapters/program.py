@@ -17,8 +17,8 @@ import zipfile
 from typing import Any
 
 from keepcover.adapters.operators import is_allowed
-from keepcover.errors import InputError
-from keepcover.store.zipped import refuse_packed
+from keepcover.errors import InputError, refusing
+from keepcover.store.logits_file import refuse_packed
 
 _PROGRAM = "models/model.json"
 _SAMPLES = "data/sample_inputs/model.pt"
@@ -43,27 +43,23 @@ MOST_TERMS = 1000  # of it, once it is multiplied out
 
 def checked_copy(content: bytes, name: str) -> bytes:
     """The archive without pickles, compiled code, guards and metadata; InputError if the program needs any of them."""
-    try:
+    # A file of unknown origin may break every expectation about types and depth.
+    with refusing(f"{name} is not a program saved by torch.export.save"):
         records = _records(content, name)
-        config = json.loads(records[_PROGRAM])
-        payloads = {record: json.loads(records[record]) for record in _PAYLOADS}
-        for record, payload in payloads.items():
-            _check_payload(payload, record.rpartition("/")[0], records, name)
-        config["guards_code"] = []
-        _check(_without_metadata(config), "", name)
-    except InputError:
-        raise
-    except Exception as error:  # a file of unknown origin may break every expectation about types and depth
-        reason = (
-            f"no {error}" if isinstance(error, KeyError) else (str(error).splitlines() or [type(error).__name__])[0]
-        )
-        raise InputError(f"{name} is not a program saved by torch.export.save ({reason})") from None
-    with io.BytesIO() as buffer:
-        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as copy:
-            for record, data in records.items():
-                copy.writestr(f"archive/{record}", json.dumps(config).encode() if record == _PROGRAM else data)
-            copy.writestr(f"archive/{_SAMPLES}", b"")
-        return buffer.getvalue()
+        for record in (_PROGRAM, *_PAYLOADS):
+            if record not in records:
+                raise InputError(f"{name} is not a program saved by torch.export.save (no {record!r})")
+            stated = json.loads(records[record])
+            if record == _PROGRAM:
+                stated["guards_code"] = []
+            else:
+                _check_payload(stated, record.rpartition("/")[0], records, name)
+            records[record] = json.dumps(_checked(stated, "", name)).encode()
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as copy:
+        for record, data in {**records, _SAMPLES: b""}.items():
+            copy.writestr(f"archive/{record}", data)
+    return buffer.getvalue()
 
 
 def _records(content: bytes, name: str) -> dict[str, bytes]:
@@ -99,50 +95,44 @@ def _check_payload(payload: Any, folder: str, records: dict[str, bytes], name: s
         sizes = [size["as_int"] for size in meta["tensor_meta"]["sizes"]]
         if min(sizes, default=0) < 0 or math.prod(sizes) > len(records[f"{folder}/{meta['path_name']}"]):
             raise InputError(f"{name}: {tensor!r} has the sizes {sizes}, more than it has bytes; export it again")
-    _check(payload, "", name)
 
 
-def _without_metadata(value: Any) -> Any:
-    """Stack traces and the like: free text that nothing needs."""
+def _checked(value: Any, key: str, name: str) -> Any:
+    """The value, in which every string is of a kind that cannot be code; without metadata, free text that nothing needs."""
     if isinstance(value, dict):
-        for key, inner in value.items():
-            value[key] = {} if key == "metadata" else _without_metadata(inner)
-    elif isinstance(value, list):
-        value[:] = [_without_metadata(inner) for inner in value]
+        for inner in value:
+            if not _NAME.fullmatch(inner):
+                raise InputError(f"{name}: {inner!r} is not a name; export the program again")
+        return {inner: {} if inner == "metadata" else _checked(item, inner, name) for inner, item in value.items()}
+    if isinstance(value, list):
+        return [_checked(item, key, name) for item in value]
+    if isinstance(value, str):
+        _check_text(value, key, name)
     return value
 
 
-def _check(value: Any, key: str, name: str) -> None:
-    """Every string of the program is of a kind that cannot be code."""
-    if isinstance(value, dict):
-        for inner_key, inner in value.items():
-            if not _NAME.fullmatch(inner_key):
-                raise InputError(f"{name}: {inner_key!r} is not a name; export the program again")
-            _check(inner, inner_key, name)
-    elif isinstance(value, list):
-        for inner in value:
-            _check(inner, key, name)
-    elif isinstance(value, str):
-        _check_text(value, key, name)
-
-
 def _check_text(text: str, key: str, name: str) -> None:
-    if key in ("target", "as_operator"):
-        if not is_allowed(text):
-            raise InputError(
-                f"{name} calls {text!r}, which is not among the operators that keepcover runs from a file. Export without "
+    problem = f"{text!r} ({key}) is not a name; export the program again"
+    match key:
+        case "target" | "as_operator":
+            fine = is_allowed(text)
+            problem = (
+                f"it calls {text!r}, which is not among the operators that keepcover runs from a file. Export without "
                 "run_decompositions(), or give package.module:function, a function of your own that loads the program"
             )
-    elif key == "expr_str":
-        if not _is_arithmetic(text):
-            raise InputError(f"{name}: the size expression {text!r} is not arithmetic; export the program again")
-    elif key in ("in_spec", "out_spec"):
-        if not _is_tree(text):
-            raise InputError(f"{name}: expected a program of one tensor in, one tensor out; its signature is {text!r}")
-    elif key in ("as_string", "as_strings") or (key == "as_float" and text in ("Infinity", "-Infinity", "NaN")):
-        pass  # an argument such as the mode of an interpolation: handed over as it is, never compiled
-    elif not (_VERSION if key == "torch_version" else _NAME).fullmatch(text):
-        raise InputError(f"{name}: {text!r} ({key}) is not a name; export the program again")
+        case "expr_str":
+            fine = _is_arithmetic(text)
+            problem = f"the size expression {text!r} is not arithmetic; export the program again"
+        case "in_spec" | "out_spec":
+            fine = _is_tree(text)
+            problem = f"expected a program of one tensor in, one tensor out; its signature is {text!r}"
+        case "as_string" | "as_strings":
+            fine = True  # an argument such as the mode of an interpolation: handed over as it is, never compiled
+        case _:
+            fine = (_VERSION if key == "torch_version" else _NAME).fullmatch(text)
+            fine = fine or (key == "as_float" and text == "-Infinity")
+    if not fine:
+        raise InputError(f"{name}: {problem}")
 
 
 def _is_arithmetic(text: str) -> bool:
@@ -177,11 +167,11 @@ def _terms(node: ast.expr) -> int:
         ):
             match power:
                 case ast.Constant(value=int() | float() as times) if 0 <= times <= 16:
-                    return _bounded(max(2, _terms(base)) ** math.ceil(times))
+                    return min(max(2, _terms(base)) ** math.ceil(times), MOST_TERMS + 1)
         case ast.BinOp(left=left, op=ast.Mult() | ast.Div() | ast.FloorDiv() | ast.Mod(), right=right):
-            return _bounded(_terms(left) * _terms(right))
+            return min(_terms(left) * _terms(right), MOST_TERMS + 1)
         case ast.Call(func=ast.Name(id="Mul"), args=arguments, keywords=[]):
-            return _bounded(math.prod(map(_terms, arguments)))
+            return min(math.prod(map(_terms, arguments)), MOST_TERMS + 1)
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
             return _terms(left) + _terms(right)
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if _FUNCTION.fullmatch(name):
@@ -191,12 +181,6 @@ def _terms(node: ast.expr) -> int:
         case ast.Compare(left=left, comparators=others):
             return sum(map(_terms, [left, *others]))
     raise ValueError(f"{type(node).__name__} is not arithmetic")
-
-
-def _bounded(terms: int) -> int:
-    if terms > MOST_TERMS:
-        raise ValueError("too many terms")
-    return terms
 
 
 def _is_tree(text: str) -> bool:

@@ -14,24 +14,14 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from keepcover.errors import InputError
+from keepcover.errors import InputError, refusing
 
 MOST_PER_IMAGE = 1 << 28  # bytes of one tensor, per image of a batch: 64 channels of 1024 x 1024 float32 values
 MOST = 1 << 24  # any number among the arguments: sizes, strides, counts
 TO_THE_END = 2**63 - 1  # how slices say so
 MOST_BITS = 128  # of a computed size
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _KINDS: dict[str, Any] = {
     "ScalarType": lambda value: value in _DTYPES,
     "Layout": lambda value: value == torch.strided,
@@ -40,7 +30,7 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def bound(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+def arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
     """The arguments of an operator's schema with what a node gives for them."""
     for at, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if at < len(node.args):
@@ -65,7 +55,7 @@ def check_calls(graph: fx.Graph, name: str) -> None:
             if bits[node] > MOST_BITS:
                 raise InputError(f"{name} computes sizes of {bits[node]} bits ({node.name}); export the program again")
             continue
-        for argument, value in bound(node):
+        for argument, value in arguments(node):
             kind = str(argument.real_type).removeprefix("Optional[").removesuffix("]")
             if value is not None and kind in _KINDS and not _KINDS[kind](value):
                 raise InputError(f"{name}: {node.target} gets {value!r} as {argument.name}; export the program again")
@@ -85,8 +75,9 @@ def _numbers(values: Sequence[Any]) -> Iterator[Any]:
 
 def rehearse(module: fx.GraphModule, shape: Sequence[int], name: str) -> Any:
     """What a program returns for images of this shape: a tensor that has a shape and no data."""
-    most = shape[0] * MOST_PER_IMAGE + sum(p.nbytes for p in [*module.parameters(), *module.buffers()])
-    device = next((p.device for p in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
+    held = [*module.parameters(), *module.buffers()]
+    most = shape[0] * MOST_PER_IMAGE + sum(tensor.nbytes for tensor in held)
+    device = held[0].device if held else "cpu"
 
     class Rehearsal(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
@@ -99,14 +90,9 @@ def rehearse(module: fx.GraphModule, shape: Sequence[int], name: str) -> Any:
                     )
             return result
 
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            return Rehearsal(module).run(torch.empty(tuple(shape), device=device))
-    except InputError:
-        raise
-    except Exception as error:  # operators refuse what does not fit with exceptions of every kind
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{name} fails on inputs {tuple(shape)}: {reason}") from None
+    fails = refusing(f"{name} fails on inputs {tuple(shape)}")
+    with fails, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        return Rehearsal(module).run(torch.empty(tuple(shape), device=device))
 
 
 def written(program: Any) -> str | None:
@@ -120,7 +106,7 @@ def written(program: Any) -> str | None:
             if any(argument in held for argument in node.args):
                 held.add(node)  # one of several views
             continue
-        for argument, value in bound(node):
+        for argument, value in arguments(node):
             if argument.alias_info is not None and isinstance(value, fx.Node) and value in held:
                 if argument.alias_info.is_write:
                     return str(node.target)

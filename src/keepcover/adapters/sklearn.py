@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from keepcover.adapters.proba import ProbabilityClassifier
 from keepcover.adapters.state import state_digest
@@ -16,9 +18,9 @@ from keepcover.prediction import calibrate
 from keepcover.tasks import Classification
 
 try:
-    from sklearn.base import BaseEstimator, ClassifierMixin, MetaEstimatorMixin, clone
+    from sklearn.base import BaseEstimator, ClassifierMixin, MetaEstimatorMixin, RegressorMixin, clone
     from sklearn.frozen import FrozenEstimator
-    from sklearn.linear_model import LogisticRegression
+    from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.pipeline import Pipeline
     from sklearn.utils import check_random_state, get_tags
     from sklearn.utils.multiclass import check_classification_targets
@@ -31,7 +33,85 @@ except ImportError:
 _FLOATS = [np.float64, np.float32]
 
 
-class RobustSetClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
+@dataclass(eq=False, repr=False)
+class _Robust(MetaEstimatorMixin, BaseEstimator):
+    """What both estimators share: a random part of the rows trains on noisy copies, the rest calibrates."""
+
+    estimator: Any = None
+    _: KW_ONLY
+    alpha: float = 0.1
+    epsilon: float = 0.125
+    sigma: float = 0.25
+    draws: int = 16
+    calibration_draws: int | None = None
+    method: str | Method = "auto"
+    calibration_size: float = 0.5
+    holdout: int | None = None
+    copies: int = 8
+    random_state: Any = None
+
+    def _split(self, X: np.ndarray, random: np.random.RandomState, estimator: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Rows to train on, none where the estimator is fitted already, and rows that calibrate."""
+        order = random.permutation(len(X))  # at random, not stratified: calibration points must be like any other
+        if isinstance(estimator, FrozenEstimator):
+            return order[:0], order
+        if not 0 < self.calibration_size < 1:
+            raise InputError(f"expected calibration_size between 0 and 1, got {self.calibration_size}")
+        train = min(max(1, len(X) - round(len(X) * self.calibration_size)), len(X) - 1)
+        return order[:train], order[train:]
+
+    def _train(
+        self, X: np.ndarray, y: np.ndarray, estimator: Any, random: np.random.RandomState, scale: Any = 1.0
+    ) -> None:
+        """Set ``estimator_``: fitted to noisy copies of the rows, or as it is where there are none."""
+        self.estimator_: Any = estimator
+        if not len(X):
+            return
+        if self.copies < 0:
+            raise InputError(f"expected copies >= 0, got {self.copies}")
+        self.estimator_ = estimator = clone(estimator)
+        if self.random_state is not None:  # it decides everything: the estimator's own too, where that was left open
+            own = [name for name, value in sorted(estimator.get_params().items()) if value is None]
+            seeds = [name for name in own if name.split("__")[-1] == "random_state"]
+            estimator.set_params(**{name: int(random.randint(2**31 - 1)) for name in seeds})
+        if self.copies and self.sigma:
+            repeated = np.repeat(X, self.copies, axis=0)
+            noise = self.sigma * scale * random.standard_normal(repeated.shape)
+            X, y = (repeated + noise).astype(X.dtype), np.repeat(y, self.copies, axis=0)
+        estimator.fit(X, y)
+
+    def _calibrate(
+        self, model: Any, X: np.ndarray, truth: Tensor, random: np.random.RandomState, **options: Any
+    ) -> None:
+        """Set ``predictor_`` and ``guarantee_``."""
+        asked = {name: getattr(self, name) for name in ("alpha", "epsilon", "draws", "calibration_draws", "method")}
+        self.predictor_ = calibrate(
+            Smoother(model, self.sigma, progress=False),
+            (torch.from_numpy(X), truth),
+            holdout=max(1, min(500, len(X) // 10)) if self.holdout is None else self.holdout,
+            seed=None if self.random_state is None else int(random.randint(2**31)),
+            **asked,
+            **options,
+        )
+        self.guarantee_ = self.predictor_.guarantee
+
+    def _inputs(self, X: Any) -> Any:
+        """Call it before using what ``fit`` made: it says where the estimator is not fitted."""
+        check_is_fitted(self)
+        return validate_data(self, X, dtype=_FLOATS, reset=False)
+
+    def predict(self, X: Any) -> np.ndarray:
+        """What the estimator itself predicts, without noise and without a promise."""
+        inputs = self._inputs(X)
+        return self.estimator_.predict(inputs)
+
+    def _sets(self, X: Any, seed: int | None) -> Any:
+        inputs = self._inputs(X)
+        return self.predictor_.predict(torch.from_numpy(inputs), seed=seed)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class RobustSetClassifier(ClassifierMixin, _Robust):
     """Any classifier with ``predict_proba``, and sets that keep their coverage when the features are attacked.
 
     ``fit`` splits the data at random: one part trains the estimator on noisy copies, the other calibrates. ``predict`` and
@@ -76,34 +156,7 @@ class RobustSetClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
         With probability at least 80 %, the set contains the true label of a query even if ...
     """
 
-    def __init__(
-        self,
-        estimator: Any = None,
-        *,
-        alpha: float = 0.1,
-        epsilon: float = 0.125,
-        sigma: float = 0.25,
-        draws: int = 16,
-        calibration_draws: int | None = None,
-        method: str | Method = "auto",
-        nonconformity: Any = "hps",
-        calibration_size: float = 0.5,
-        holdout: int | None = None,
-        copies: int = 8,
-        random_state: Any = None,
-    ) -> None:
-        self.estimator = estimator
-        self.alpha = alpha
-        self.epsilon = epsilon
-        self.sigma = sigma
-        self.draws = draws
-        self.calibration_draws = calibration_draws
-        self.method = method
-        self.nonconformity = nonconformity
-        self.calibration_size = calibration_size
-        self.holdout = holdout
-        self.copies = copies
-        self.random_state = random_state
+    nonconformity: Any = "hps"
 
     def fit(self, X: Any, y: Any) -> RobustSetClassifier:
         """Train on one random part of the rows under noise, calibrate on the other."""
@@ -115,68 +168,18 @@ class RobustSetClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
             raise InputError(
                 f"expected an estimator with predict_proba, got {type(estimator).__name__}; wrap it in CalibratedClassifierCV"
             )
-        order = random.permutation(len(X))  # at random, not stratified: calibration points must be like any other
-        if isinstance(estimator, FrozenEstimator):
-            self.estimator_, train = estimator, 0
-        else:
-            train = self._train_size(len(X))
-            rows = order[:train]
-            if len(np.unique(y[rows])) < 2:
-                raise InputError(f"expected at least 2 classes in the training part, it has 1 class: {y[rows][0]!r}")
-            self.estimator_ = self._seeded(clone(estimator), random).fit(*self._noisy(X[rows], y[rows], random))
+        rows, points = self._split(X, random, estimator)
+        if len(rows) and len(np.unique(y[rows])) < 2:
+            raise InputError(f"expected at least 2 classes in the training part, it has 1 class: {y[rows][0]!r}")
+        self._train(X[rows], y[rows], estimator, random)
         self.classes_ = np.asarray(self.estimator_.classes_)
-        points = order[train:]
         self.classifier_ = ProbabilityClassifier(self.estimator_.predict_proba, state_digest(self.estimator_))
         known = {label: column for column, label in enumerate(self.classes_.tolist())}
         labels = torch.tensor([known.get(label, -1) for label in y[points].tolist()])
-        holdout = max(1, min(500, len(points) // 10)) if self.holdout is None else self.holdout
         names = tuple(str(label) for label in self.classes_)
-        self.predictor_ = calibrate(
-            Smoother(self.classifier_, self.sigma, progress=False),
-            (torch.from_numpy(X[points]), labels),
-            alpha=self.alpha,
-            epsilon=self.epsilon,
-            draws=self.draws,
-            calibration_draws=self.calibration_draws,
-            method=self.method,
-            task=Classification(self.nonconformity, names, open_labels=True),
-            holdout=holdout,
-            seed=None if self.random_state is None else int(random.randint(2**31)),
-        )
-        self.guarantee_ = self.predictor_.guarantee
+        task = Classification(self.nonconformity, names, open_labels=True)
+        self._calibrate(self.classifier_, X[points], labels, random, task=task)
         return self
-
-    def _train_size(self, n: int) -> int:
-        if not 0 < self.calibration_size < 1:
-            raise InputError(f"expected calibration_size between 0 and 1, got {self.calibration_size}")
-        return min(max(1, n - round(n * self.calibration_size)), n - 1)
-
-    def _seeded(self, estimator: Any, random: np.random.RandomState) -> Any:
-        """One random_state decides everything: the estimator's own too, where it was left open."""
-        if self.random_state is not None:
-            names = [k for k in sorted(estimator.get_params()) if k == "random_state" or k.endswith("__random_state")]
-            open_ = [name for name in names if estimator.get_params()[name] is None]
-            estimator.set_params(**{name: int(random.randint(2**31 - 1)) for name in open_})
-        return estimator
-
-    def _noisy(self, X: np.ndarray, y: np.ndarray, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
-        if self.copies < 0:
-            raise InputError(f"expected copies >= 0, got {self.copies}")
-        if self.copies == 0 or self.sigma == 0:
-            return X, y
-        repeated = np.repeat(X, self.copies, axis=0)
-        noise = self.sigma * random.standard_normal(repeated.shape)
-        return (repeated + noise).astype(X.dtype), np.repeat(y, self.copies)
-
-    def _inputs(self, X: Any) -> np.ndarray:
-        check_is_fitted(self)
-        inputs: Any = validate_data(self, X, dtype=_FLOATS, reset=False)
-        return inputs
-
-    def predict(self, X: Any) -> np.ndarray:
-        """The estimator's label, without noise and without a promise."""
-        inputs = self._inputs(X)
-        return self.estimator_.predict(inputs)
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """The estimator's probabilities, one column per class."""
@@ -185,12 +188,70 @@ class RobustSetClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
 
     def predict_set(self, X: Any, *, seed: int | None = None) -> np.ndarray:
         """The certified sets as booleans [n, classes]; ``seed`` is for experiments, it makes the noise guessable."""
-        inputs = self._inputs(X)
-        return self.predictor_.predict(torch.from_numpy(inputs), seed=seed).mask.numpy()
+        return self._sets(X, seed).mask.numpy()
 
     def predict_set_labels(self, X: Any, *, seed: int | None = None) -> list[np.ndarray]:
         """The certified sets as arrays of labels."""
         return [self.classes_[row] for row in self.predict_set(X, seed=seed)]
+
+
+class PointPredictor:
+    """``predict`` of an estimator as the callable inputs -> numbers that keepcover runs; without gradients."""
+
+    def __init__(self, estimator: Any) -> None:
+        self.estimator, self.fingerprint = estimator, state_digest(estimator)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        found = torch.from_numpy(np.asarray(self.estimator.predict(inputs.detach().cpu().numpy()), dtype=np.float64))
+        return found.to(inputs.device)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class RobustIntervalRegressor(RegressorMixin, _Robust):
+    """Any regressor, and intervals that keep their coverage when the features are attacked.
+
+    ``fit`` splits the rows as :class:`RobustSetClassifier` does; ``predict`` is the estimator's own, and promises nothing;
+    ``predict_interval`` returns the certified intervals, of the score ``residual``. Several targets are held together.
+
+    Args:
+        estimator: a regressor; ridge regression by default. A fitted one in ``sklearn.frozen.FrozenEstimator`` is kept.
+        input_scale: ``"std"`` measures epsilon and sigma in standard deviations of the features, of the training rows (of the
+            holdout where the estimator is frozen); or one unit per feature; None where features share their unit.
+        alpha, epsilon, sigma, draws, calibration_draws, method, calibration_size, holdout, copies, random_state: as for
+            :class:`RobustSetClassifier`.
+
+    Example:
+        >>> from sklearn.datasets import load_diabetes
+        >>> X, y = load_diabetes(return_X_y=True)
+        >>> made = RobustIntervalRegressor(alpha=0.2, epsilon=0.1, sigma=0.1, random_state=0).fit(X, y)
+        >>> made.predict_interval(X[:2]).shape
+        (2, 2)
+    """
+
+    input_scale: Any = "std"
+
+    def fit(self, X: Any, y: Any) -> RobustIntervalRegressor:
+        """Train on one random part of the rows under noise, calibrate on the other."""
+        X, y = validate_data(self, X, y, dtype=_FLOATS, ensure_min_samples=2, y_numeric=True, multi_output=True)
+        random = check_random_state(self.random_state)
+        estimator = Ridge() if self.estimator is None else self.estimator
+        rows, points = self._split(X, random, estimator)
+        scale = self.input_scale
+        if isinstance(scale, str) and scale == "std" and len(rows) > 1:
+            spread = X[rows].std(axis=0, dtype=np.float64)
+            scale = np.where(spread > 0, spread, 1.0)
+        known = scale is not None and not isinstance(scale, str)
+        units = np.asarray(scale) if known else 1.0
+        self._train(X[rows], y[rows], estimator, random, units)
+        truth = torch.from_numpy(np.asarray(y[points], dtype=np.float64))
+        scale = np.asarray(scale).tolist() if known else scale
+        options = {"task": "regression", "score": "residual", "input_scale": scale}
+        self._calibrate(PointPredictor(self.estimator_), X[points], truth, random, **options)
+        return self
+
+    def predict_interval(self, X: Any, *, seed: int | None = None) -> np.ndarray:
+        """The hull of every certified union, [n, 2], or [n, targets, 2]; NaN where it is empty. ``seed`` is for experiments."""
+        return self._sets(X, seed).hull.numpy()
 
 
 def predict_set(pipeline: Any, X: Any, *, seed: int | None = None) -> np.ndarray:

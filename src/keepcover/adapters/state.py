@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import types
 from typing import Any
 
@@ -27,11 +28,15 @@ def state_digest(value: Any) -> str | None:
         >>> state_digest(lambda: 0) is None
         True
     """
-    digest = _Digest()
     try:
-        digest.add(value)
+        return _known_digest(value)
     except (_UnknownError, RecursionError):
         return None
+
+
+def _known_digest(value: Any) -> str:
+    digest = _Digest()
+    digest.add(value)
     return digest.hash.hexdigest()
 
 
@@ -51,27 +56,22 @@ class _Digest:
     def add(self, value: Any) -> None:
         if isinstance(value, np.ndarray | np.generic):
             self._array(np.asarray(value))
-            return
-        if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        elif value is None or isinstance(value, bool | int | float | complex | str | bytes):
             self._write(type(value).__name__, value if isinstance(value, bytes) else repr(value).encode())
-            return
-        if isinstance(value, type):
+        elif isinstance(value, type):
             self._write("type", f"{value.__module__}.{value.__qualname__}".encode())
-            return
-        if id(value) in self.seen:
+        elif id(value) in self.seen:
             self._write("again", str(self.seen[id(value)][0]).encode())
-            return
-        self.seen[id(value)] = (len(self.seen), value)
-        if isinstance(value, list | tuple):
+        else:
+            self.seen[id(value)] = (len(self.seen), value)
+            self._container(value)
+
+    def _container(self, value: Any) -> None:
+        if isinstance(value, set | frozenset):
+            self._write("set", "".join(sorted(map(_known_digest, value))).encode())
+        elif isinstance(value, list | tuple | dict):
             self._write(type(value).__name__, str(len(value)).encode())
-            for item in value:
-                self.add(item)
-        elif isinstance(value, set | frozenset):
-            self._set(value)
-        elif isinstance(value, dict):
-            self._write(type(value).__name__, str(len(value)).encode())
-            for key, item in value.items():
-                self.add(key)
+            for item in itertools.chain.from_iterable(value.items()) if isinstance(value, dict) else value:
                 self.add(item)
         else:
             self._object(value)
@@ -88,17 +88,8 @@ class _Digest:
             self._write("array", repr((array.dtype.str, array.shape)).encode())
             self._write("bytes", np.ascontiguousarray(array).tobytes())
 
-    def _set(self, value: set[Any] | frozenset[Any]) -> None:
-        digests = []
-        for item in value:
-            inner = state_digest(item)
-            if inner is None:
-                raise _UnknownError(type(item).__name__)
-            digests.append(inner)
-        self._write("set", "".join(sorted(digests)).encode())
-
     def _object(self, value: Any) -> None:
-        """Through what an object gives to whoever copies it: how it is made, from what, and its state."""
+        """Through what an object gives to ``copy``: how it is made, from what, and its state."""
         if isinstance(value, _CODE):
             raise _UnknownError(type(value).__name__)
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,11 +11,14 @@ from torch import Tensor
 
 from keepcover.attacks.losses import Margin, mean_softmax
 from keepcover.attacks.pgd import NoisyModel, pgd
-from keepcover.engine.inputs import batches
-from keepcover.engine.progress import Report
+from keepcover.engine.inputs import batches, in_order
+from keepcover.engine.progress import Progress
 from keepcover.errors import InputError
+from keepcover.methods import Rule
 from keepcover.noise import Stream, fresh_seed, get_norm
 from keepcover.prediction.predictor import Predictor
+from keepcover.promises import Sample
+from keepcover.scores import Items, Tally
 from keepcover.tasks import Sets
 
 VIOLATION = 0.001
@@ -30,6 +33,7 @@ class AuditRow:
 
     Attributes:
         promised: whether the predictor promises 1 - alpha under this attack (certified, and radius within epsilon).
+        coverage: mean and interval; of the share of true things that sets hold, where a point has several.
         p_value: probability that a correct rule covers this few points or fewer, including the luck of the calibration
             draw (:meth:`Rule.p_value`); 0 where the calibration points contradict the threshold of a promise
             (:meth:`Rule.supports`).
@@ -56,13 +60,14 @@ class AuditRow:
 
 @dataclass(frozen=True)
 class Audit:
-    """Rows per predictor and attack, and the images behind them."""
+    """Rows per predictor and attack, and the images behind them; ``digests`` say which predictors they were."""
 
     rows: tuple[AuditRow, ...]
     images: Tensor
     labels: Tensor
     attacked: dict[tuple[str, str, float], Tensor] = field(repr=False)
     sets: dict[tuple[str, str, float], Sets] = field(repr=False)
+    digests: dict[str, str] = field(repr=False)
 
     @property
     def broken(self) -> tuple[AuditRow, ...]:
@@ -77,62 +82,84 @@ class Audit:
             clean = next(row for row in mine if row.attack == "none")
             attacked = [row for row in mine if row.attack != "none" and row.radius == radius]
             worst = min(attacked, key=lambda row: row.coverage["mean"], default=clean)
-            made.append(
-                {
-                    "name": name,
-                    "method": clean.method,
-                    "transform": clean.transform,
-                    "certified": clean.certified,
-                    "draws": clean.draws,
-                    "coverage": clean.coverage,
-                    "size": clean.size,
-                    "attack": worst.attack,
-                    "attacked_coverage": worst.coverage,
-                    "attacked_size": worst.size,
-                    "p_value": worst.p_value,
-                    "verdict": worst.verdict,
-                }
-            )
+            own = ("name", "method", "transform", "certified", "draws", "coverage", "size")
+            attack = {field: getattr(worst, field) for field in ("attack", "p_value", "verdict")}
+            attack |= {"attacked_coverage": worst.coverage, "attacked_size": worst.size}
+            made.append({**{field: getattr(clean, field) for field in own}, **attack})
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        return {"rows": [row.__dict__ for row in self.rows], "images": len(self.images), "violated": len(self.broken)}
+        return {
+            "rows": [row.__dict__ for row in self.rows],
+            "images": len(self.images),
+            "violated": len(self.broken),
+            "predictors": self.digests,
+        }
 
     def __str__(self) -> str:
         lines = [f"{'predictor':<24}{'attack':<12}{'radius':>8}{'coverage':>24}{'size':>8}{'p-value':>10}  verdict"]
         for row in self.rows:
-            c = row.coverage
-            interval = f"{c['mean']:.3f} [{c['low']:.3f}, {c['high']:.3f}]"
-            lines.append(
-                f"{row.name:<24}{row.attack:<12}{row.radius:>8g}{interval:>24}{row.size:>8.2f}{row.p_value:>10.2g}  {row.verdict}"
-            )
+            interval = "{mean:.3f} [{low:.3f}, {high:.3f}]".format(**row.coverage)
+            measured = f"{interval:>24}{row.size:>8.2f}{row.p_value:>10.2g}  {row.verdict}"
+            lines.append(f"{row.name:<24}{row.attack:<12}{row.radius:>8g}{measured}")
         return "\n".join(lines)
 
 
-def judge(predictor: Predictor, covered: int, m: int, radius: float) -> tuple[bool, float, str]:
-    """Whether 1 - alpha was promised, the p-value of the observed coverage under it, and the verdict."""
+def judge(
+    predictor: Predictor, covered: Tensor, truth: Tensor, radius: float, group: Tensor | None = None
+) -> tuple[bool, float, str]:
+    """Whether 1 - alpha was promised, the p-value of the observed coverage under it, and the verdict. ``covered`` are booleans, or
+    the shares of true things that sets hold where a point has several.
+
+    A promise per class or group is judged in each of them, and the smallest p-value is multiplied by their number.
+    """
     # What is promised and the noise really drawn, in case the rule's own question says otherwise.
     (alpha, epsilon), stated = next(iter(predictor.levels)), predictor.rule
     threat = replace(stated.asked.threat, noise=predictor.noise, epsilon=epsilon)
     rule = replace(stated, asked=replace(stated.asked, alpha=alpha, threat=threat))
-    items = rule.read(predictor.items)
+    items: Any = predictor.items
+    items = rule.read(items)
     promised = radius == 0 or (rule.method.certified and radius <= rule.asked.threat.epsilon * (1 + 1e-9))
-    p_value = rule.p_value(covered, m, items.points)
-    if promised and not rule.supports(items, float(predictor.threshold.min())):
-        p_value = 0.0  # calibration points as these never give a correct rule such a threshold
-    if not 0 <= p_value <= 1:
-        raise RuntimeError(f"the law of {rule.name} gave the p-value {p_value}; a verdict needs a number in [0, 1]")
-    low = p_value < VIOLATION
-    if promised:
-        return promised, p_value, "violated" if low else "consistent"
-    return promised, p_value, "no promise, lost" if low else "no promise"
+    p_values = []
+    for part, hit, threshold in _parts(rule, items, predictor, covered, truth, group):
+        held = float(hit.sum()) if predictor.task.shares else int(hit.sum())
+        one = rule.p_value(held, len(hit), part.points) if len(hit) else 1.0
+        if not 0 <= one <= 1:
+            raise RuntimeError(f"the law of {rule.name} gave the p-value {one}; a verdict needs a number in [0, 1]")
+        # Calibration points that contradict the threshold never give a correct rule such a one.
+        p_values.append(one if not promised or rule.supports(part, threshold) else 0.0)
+    p_value = min(1.0, len(p_values) * min(p_values))
+    verdicts = ("consistent", "violated") if promised else ("no promise", "no promise, lost")
+    return promised, p_value, verdicts[p_value < VIOLATION]
+
+
+def _parts(
+    rule: Rule, items: Items | Tally, predictor: Predictor, covered: Tensor, truth: Tensor, group: Tensor | None
+) -> Iterator[tuple[Any, Tensor, float]]:
+    """Calibration items, covered queries and the smallest threshold of every cell that the promise is made to."""
+    promise, threshold = rule.asked.promise, predictor.threshold
+    if any(clause.importance() is not None for clause in promise.clauses):
+        raise InputError(
+            "the law of a weighted quantile is not known, so label_weights cannot be audited; evaluate measures its coverage"
+        )
+    if promise.partition is None:
+        yield items, covered, float(threshold)
+        return
+    queries = Sample(covered, label=predictor.task.label_of(truth), group=group)
+    mine, theirs = (promise.partition.cells(some) for some in (rule.sample(items), queries))
+    assert mine is not None
+    assert theirs is not None
+    place = promise.partition.of_label(predictor.task.candidates or 0)
+    for at in range(promise.cells(predictor.task.candidates)):
+        own = threshold[at] if place is None else threshold[place == at]
+        yield items[mine == at], covered[theirs.cpu() == at], float(own.min())
 
 
 def audit(
     predictors: Predictor | Mapping[str, Predictor],
     data: Any,
     *,
-    attacks: Sequence[str] | Mapping[str, str | CustomAttack] = ("softmax", "margin"),
+    attacks: Sequence[str] | Mapping[str, str | CustomAttack] | None = None,
     radii: Sequence[float] | None = None,
     steps: int = 20,
     draws: int = 32,
@@ -140,28 +167,39 @@ def audit(
     clip: tuple[float, float] | None = None,
     rows: int | None = None,
     seed: int | None = None,
-    progress: bool | Report = True,
+    progress: Progress = True,
+    groups: Any = None,
 ) -> Audit:
     """Clean and attacked coverage of one or several predictors on the same labelled images.
 
     Args:
         predictors: one predictor, or several by name.
         data: labelled test images, disjoint from calibration.
-        attacks: ``softmax`` (SmoothAdv, the paper's; plain PGD where sigma is 0) and ``margin`` (the predictor's own
-            rule: the smoothed score, or the count margin); ``random``, the same by queries alone, for models without
+        attacks: ``softmax`` (SmoothAdv, the paper's; plain PGD where sigma is 0; for one class per point only) and ``margin`` (the
+            predictor's own rule: the smoothed score, the count margin, or the margins of all true things together), the task's own
+            by default; ``random``, the same by queries alone, for models without
             gradients. Or your own, by name: functions ``(images, labels, epsilon) -> attacked images``, for instance
             around another attack library or :func:`keepcover.attacks.transfer`.
-        radii: L2 radii; by default each predictor's own epsilon.
+        radii: in the predictor's norm; by default its own epsilon.
         steps, draws, restarts, clip, rows: of the attack, see :func:`keepcover.attacks.pgd`.
         seed: reproducible attack and defence noise, in separate streams; operating-system entropy by default.
+        groups: the group of every image, where a promise is per group.
     """
     named = {predictors.guarantee.method: predictors} if isinstance(predictors, Predictor) else dict(predictors)
     if not named:
         raise InputError("expected at least one predictor to audit")
+    known = [predictor.task.attacks for predictor in named.values()]
+    attacks = [attack for attack in known[0] if all(attack in each for each in known)] if attacks is None else attacks
     wanted = dict(attacks) if isinstance(attacks, Mapping) else {attack: attack for attack in attacks}
+    if "softmax" in wanted.values() and not all("softmax" in each for each in known):
+        raise InputError(
+            "softmax attacks the probability of the true class, and there is none; choose margin or random"
+        )
     unknown = [attack for attack in wanted.values() if isinstance(attack, str) and attack not in ATTACKS]
     if unknown:
         raise InputError(f"expected attacks among {', '.join(ATTACKS)}, or functions by name, got {unknown[0]!r}")
+    if groups is not None:
+        in_order(data)
     parts = list(batches(data, labelled=True))
     images = torch.cat([part.images for part in parts])
     labels = torch.cat([part.labels for part in parts if part.labels is not None])
@@ -177,41 +215,34 @@ def audit(
 
     def craft(predictor: Predictor, attack: str, radius: float) -> Tensor:
         smoother, norm = predictor.running, str(predictor.rule.asked.threat.norm)
-        noisy = NoisyModel(smoother.model, smoother.noise, draws, stream, smoother.autocast)
-        shaped = {**options, "norm": norm, "device": smoother.device}
-        if attack == "softmax":  # the same for every predictor on this model and noise
-            key = (id(smoother.model), smoother.noise, norm, radius)
-            if key not in shared:
-                shared[key] = pgd(noisy, images, labels, radius, loss=mean_softmax, **shaped)
-            return shared[key]
-        return pgd(
-            noisy, images, labels, radius, loss=Margin(predictor, stream), gradients=attack == "margin", **shaped
-        )
+        noisy = NoisyModel(smoother.scaled_model, smoother.noise, draws, stream, smoother.autocast)
+        # Steps and radius are in the units of the noise.
+        inputs, units = smoother.scaled(images), smoother.input_scale
+        how = {**options, "norm": norm, "device": smoother.device, "clip": clip or _range(inputs, norm)}
+        how |= {"loss": mean_softmax if attack == "softmax" else Margin(predictor, stream)}
+        # The first is the same for every predictor on this model and noise.
+        key = (id(smoother.model), smoother.noise, units, norm, radius) if attack == "softmax" else None
+        moved = shared.get(key) if key else None
+        if moved is None:
+            moved = pgd(noisy, inputs, labels, radius, gradients=attack != "random", **how)
+        if key:
+            shared[key] = moved
+        if units is None:
+            return moved
+        # In float64, and what did not move as it was: rounding must not add to the attack.
+        return torch.where(moved == inputs, images.double(), moved.double() * torch.tensor(units).double())
 
     def record(name: str, predictor: Predictor, attack: str, radius: float, inputs: Tensor) -> None:
-        result = predictor.predict(inputs, seed=seed)
+        own = groups if predictor.rule.asked.promise.groups else None
+        result = predictor.predict(inputs, seed=seed, groups=own)
         measured, guarantee = result.measure(labels), result.guarantee
-        promised, p_value, verdict = judge(predictor, int(result.covers(labels).sum()), len(labels), radius)
+        group = predictor.grouped(own, len(labels))
+        promised, p_value, verdict = judge(predictor, result.covers(labels).cpu(), labels, radius, group)
         attacked[name, attack, radius], sets[name, attack, radius] = inputs, result
-        found.append(
-            AuditRow(
-                name,
-                guarantee.method,
-                guarantee.score,
-                guarantee.transform,
-                guarantee.certified,
-                guarantee.draws,
-                guarantee.alpha,
-                guarantee.epsilon,
-                attack,
-                radius,
-                dict(measured.coverage.__dict__),
-                measured.size,
-                promised,
-                p_value,
-                verdict,
-            )
-        )
+        stated = ("method", "score", "transform", "certified", "draws", "alpha", "epsilon")
+        row: dict[str, Any] = {field: getattr(guarantee, field) for field in stated}
+        row |= {"attack": attack, "radius": radius, "coverage": dict(measured.coverage.__dict__), "size": measured.size}
+        found.append(AuditRow(name, **row, promised=promised, p_value=p_value, verdict=verdict))
 
     for name, several in named.items():
         predictor = several.at()
@@ -220,20 +251,31 @@ def audit(
             if radius == 0:
                 continue
             for attack, function in wanted.items():
-                if not isinstance(function, str):
-                    inputs = _checked(function(images, labels, radius), images, radius, attack, predictor)
-                else:
-                    inputs = craft(predictor, function, radius)
-                record(name, predictor, attack, radius, inputs)
-    return Audit(tuple(found), images, labels, attacked, sets)
+                ours = isinstance(function, str)
+                inputs = craft(predictor, function, radius) if ours else function(images, labels, radius)
+                record(name, predictor, attack, radius, _checked(inputs, images, radius, attack, predictor))
+    digests = {name: predictor.digest for name, predictor in named.items()}
+    return Audit(tuple(found), images, labels, attacked, sets, digests)
+
+
+def _range(images: Tensor, norm: str) -> tuple[float, float] | None:
+    """Where the norm leaves pixels free: the range of the images, far beyond which a query is refused."""
+    if not get_norm(norm).replaces or not images.is_floating_point():
+        return None
+    low, high = images.aminmax()
+    return float(low), float(high)
 
 
 def _checked(attacked: Tensor, images: Tensor, radius: float, name: str, predictor: Predictor) -> Tensor:
     attacked, norm = torch.as_tensor(attacked).detach().cpu(), get_norm(str(predictor.rule.asked.threat.norm))
     if attacked.shape != images.shape or not attacked.isfinite().all():
         raise InputError(f"attack {name!r} must return finite images of shape {tuple(images.shape)}")
-    distance = norm.length(attacked.double() - images.double())
-    if float(distance.max()) > radius * (1 + 1e-6):
+    scaled = predictor.running.scaled
+    clean, moved = scaled(images.double()), scaled(attacked.double())
+    distance = norm.length(moved - clean)
+    # Both images are rounded: neighbouring pixels of 8 bits are 1/255 apart but for that.
+    slack = 0.0 if norm.replaces else norm.length(torch.finfo(images.dtype).eps / 2 * (clean.abs() + moved.abs()))
+    if bool((distance > radius * (1 + 1e-6) + slack).any()):
         raise InputError(
             f"attack {name!r} moved an image by {norm.short} {float(distance.max()):.6g}, allowed are {radius:g}"
         )

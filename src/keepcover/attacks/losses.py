@@ -10,7 +10,6 @@ from torch import Tensor
 
 from keepcover.noise import Stream
 from keepcover.prediction.predictor import Predictor
-from keepcover.scores import Reading
 
 # Noisy outputs [b, draws, ...], truth [b, ...] and ids [b] -> what is maximised, one number per input.
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -31,7 +30,7 @@ def mean_softmax(logits: Tensor, labels: Tensor, ids: Tensor) -> Tensor:  # noqa
 
 @dataclass(frozen=True)
 class Margin:
-    """What the predictor's own rule compares, as :meth:`keepcover.methods.Rule.climb` states it: the attack on what is
+    """What the predictor's own rule compares, as :meth:`keepcover.tasks.Task.climb` states it: the attack on what is
     certified. ``stream`` is the attacker's.
     """
 
@@ -39,6 +38,7 @@ class Margin:
     stream: Stream
 
     def __call__(self, outputs: Tensor, truth: Tensor, ids: Tensor) -> Tensor:
-        task, rule = self.predictor.task, self.predictor.rule
-        items = task.items(outputs, truth, Reading(rule.reading.order), task.uniform(self.stream, ids))
-        return rule.climb(items.draws, float(self.predictor.threshold.min()))
+        task, threshold = self.predictor.task, self.predictor.threshold
+        while threshold.ndim > 1:  # the smallest of any group
+            threshold = threshold.amin(dim=0)
+        return task.climb(outputs, truth, self.predictor.rule, threshold, task.uniform(self.stream, ids))

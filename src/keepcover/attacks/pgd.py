@@ -6,8 +6,8 @@ its own noise once, fixed during the attack and independent of the defender's, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ from torch import Tensor
 from keepcover.attacks.losses import Loss, mean_softmax
 from keepcover.engine.devices import checked_device
 from keepcover.engine.inputs import check_images
-from keepcover.engine.progress import Bar, Report
-from keepcover.engine.smoother import Classifier, evaluation_mode
+from keepcover.engine.progress import Bar, Progress
+from keepcover.engine.smoother import Classifier, bound, evaluation_mode
 from keepcover.errors import InputError
 from keepcover.noise import Noise, Norm, Stream, fresh_seed, get_noise, get_norm
 
@@ -35,7 +35,8 @@ NO_GRADIENTS = (
 class NoisyModel:
     """The attacker's view of a smoothed model: the model under the attacker's own noise, with gradients.
 
-    Without noise it is the plain model, one evaluation per step. ``autocast`` runs the network in that dtype.
+    Without noise it is the plain model, one evaluation per step; a deterministic noise is evaluated as the defender does, whatever
+    ``draws`` says. ``autocast`` runs the network in that dtype.
     """
 
     model: Classifier
@@ -46,25 +47,29 @@ class NoisyModel:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "noise", get_noise(self.noise))
+        object.__setattr__(self, "model", bound(self.model, get_noise(self.noise)))
         if self.stream.role != "attack":
             raise InputError(f"the attacker's noise must be its own: expected role 'attack', got {self.stream.role!r}")
         if self.draws < 1:
             raise InputError(f"expected at least 1 attacker draw, got {self.draws}")
 
-    @property
-    def rows(self) -> int:
+    def rows(self, images: Tensor) -> int:
         """Network evaluations per image and step."""
-        return self.draws if get_noise(self.noise).certifies else 1
+        noise = get_noise(self.noise)
+        if noise.deterministic:
+            return noise.positions(tuple(images.shape[1:]))
+        return self.draws if noise.certifies else 1
 
     def outputs(self, images: Tensor, ids: Tensor) -> Float[Tensor, "b draws ..."]:
         """As the defender makes them; gradients pass the noise as :meth:`Noise.through` says."""
         noise = get_noise(self.noise)
         with torch.no_grad():
-            noisy = noise.noisy(images.detach(), self.stream, ids, range(self.rows))
-        noisy = noise.through(images, noisy)
+            noisy = noise.noisy(images.detach(), self.stream, ids, range(self.rows(images)))
+        if images.is_floating_point():
+            noisy = noise.through(images, noisy).float()
         with torch.autocast(images.device.type, self.autocast) if self.autocast else nullcontext():
-            out = self.model(noisy.flatten(0, 1).float())
-        return out.float().view(len(images), self.rows, *out.shape[1:])
+            out = self.model(noisy.flatten(0, 1))
+        return out.float().view(*noisy.shape[:2], *out.shape[1:])
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
@@ -87,43 +92,61 @@ class _Ascent:
     def climb(self, x: Tensor, y: Tensor, ids: Tensor, delta: Tensor, best: Tensor, peak: Tensor) -> None:
         """One ascent from ``delta``; ``best`` and ``peak`` keep the highest point of every image, across restarts."""
         active = torch.arange(len(x), device=x.device)
-        delta = self.inside(x, delta)
+        delta, free = self.inside(x, delta), None
         for step in range(self.steps + 1):
             if self.goal is not None:
                 keep = peak[active] <= self.goal
-                active, delta = active[keep], delta[keep]
+                active, delta, free = active[keep], delta[keep], None if free is None else free[keep]
                 if len(active) == 0:
                     return
             needs_gradient = step < self.steps and self.blind is None
             here = (x[active] + delta).requires_grad_(needs_gradient)
             with torch.set_grad_enabled(needs_gradient):
-                value = self.loss(self.noisy.outputs(here, ids[active]), y[active], ids[active])
+                value = self.value(here, y[active], ids[active])
             better = value.detach() > peak[active]
             peak[active] = torch.where(better, value.detach(), peak[active]).to(peak.dtype)
             best[active[better]] = here.detach()[better]
             if step == self.steps:
                 return
             if self.blind is not None:
-                start = best[active] - x[active]
-                uphill = torch.randn(delta.shape, generator=self.blind, device=delta.device, dtype=delta.dtype)
-            elif value.requires_grad:
+                delta = self.norm.propose(best[active] - x[active], x[active], self.epsilon, self.blind)
+            elif not value.requires_grad:
+                raise InputError(NO_GRADIENTS)
+            else:
                 # Scaled against underflow in float16, where the mean over draws divides every row's gradient; what
                 # overflows nevertheless is dropped. Only the direction counts.
-                (uphill,) = torch.autograd.grad(8 * self.noisy.rows * value.sum(), here)
-                start, uphill = delta, uphill.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-            else:
-                raise InputError(NO_GRADIENTS)
-            delta = self.norm.project(start + self.step_size * self.norm.direction(uphill), self.epsilon)
+                (uphill,) = torch.autograd.grad(8 * self.noisy.rows(x) * value.sum(), here)
+                uphill = uphill.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+                gain = uphill * self.room(here.detach(), uphill)
+
+                def probe(move: Tensor, some: Tensor = active) -> Tensor:
+                    with torch.no_grad():
+                        return self.value(x[some] + self.inside(x[some], move), y[some], ids[some])
+
+                free = self.norm.free(free, delta, gain, self.epsilon, (step + 1) / self.steps, probe)
+                if self.norm.sparse:  # where nothing is to be gained a step would be wasted
+                    uphill = uphill * (gain != 0) * (1 if free is None else free)
+                delta = self.norm.project(delta + self.step_size * self.norm.direction(uphill), self.epsilon)
             delta = self.inside(x[active], delta)
+
+    def value(self, here: Tensor, y: Tensor, ids: Tensor) -> Tensor:
+        """The loss of every input."""
+        return self.loss(self.noisy.outputs(here, ids), y, ids)
+
+    def room(self, here: Tensor, uphill: Tensor) -> Tensor | float:
+        """How far every number can go uphill inside the pixel range."""
+        if self.clip is None:
+            return 1.0
+        return torch.where(uphill > 0, self.clip[1] - here, here - self.clip[0]).clamp_min(0)
 
     def inside(self, x: Tensor, delta: Tensor) -> Tensor:
         """Clip x + delta to the pixel range; for x in range this only shortens delta."""
-        return delta if self.clip is None else (x + delta).clamp(*self.clip) - x
+        return delta if self.clip is None else ((x + delta).clamp(*self.clip) - x).masked_fill(delta == 0, 0)
 
 
 def pgd(
     noisy: NoisyModel,
-    images: Float[Tensor, "n ..."],
+    images: Shaped[Tensor, "n ..."],
     labels: Shaped[Tensor, "n ..."],
     epsilon: float,
     *,
@@ -139,9 +162,9 @@ def pgd(
     rows: int | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
-    progress: bool | Report = True,
+    progress: Progress = True,
     gradients: bool = True,
-) -> Float[Tensor, "n ..."]:
+) -> Shaped[Tensor, "n ..."]:
     r"""Projected gradient ascent in a ball: adversarial images, on the CPU.
 
     .. math:: \delta \leftarrow \Pi_{\|\delta\| \le \epsilon}
@@ -155,11 +178,11 @@ def pgd(
         images, labels: what is attacked and the truth to drive out.
         epsilon: radius.
         loss: what is maximised; :func:`mean_softmax` is the paper's.
-        step_size: 2 epsilon / steps by default.
+        step_size: 2 epsilon / steps by default; 4 / steps, of pixels in [0, 1], where whole positions are replaced.
         restarts, random_start: restarts after the first always start at random points of the ball.
         clip: keep pixels in this range, e.g. (0, 1).
         goal: stop working on an image once its loss exceeds this.
-        norm: of the ball.
+        norm: of the ball. Positions are chosen greedily under ``l0``; under ``patch`` a place is searched first.
         rows: network evaluations held in memory at once.
         seed: of the random starts.
         gradients: False takes random directions instead, around the best point so far: see :func:`random_search`.
@@ -176,17 +199,19 @@ def pgd(
         raise InputError(f"expected epsilon >= 0, steps >= 1 and restarts >= 1, got {epsilon}, {steps} and {restarts}")
     if len(labels) != len(images):
         raise InputError(f"expected one label per image, got {len(images)} images and {len(labels)} labels")
+    if gradients and not images.is_floating_point():
+        raise InputError("tokens have no gradients: search by queries alone, attacks=['random'] (--attack random)")
     parameter = next(noisy.model.parameters(), None) if isinstance(noisy.model, torch.nn.Module) else None
     place = checked_device(device if device is not None else "cpu" if parameter is None else parameter.device)
     ids = torch.arange(len(images)) if ids is None else ids
     rows = rows or (2**20 if place.type == "cpu" else 2**24) // max(1, images[0].numel())
-    per_chunk = max(1, rows // noisy.rows)
+    per_chunk = max(1, rows // noisy.rows(images))
     generator = torch.Generator(device=place).manual_seed(seed)
-    step_size = step_size or (2 * epsilon / steps if gradients else epsilon / 2)
     chosen = get_norm(norm) if isinstance(norm, str) else norm
+    step_size = chosen.step(chosen.check(epsilon), steps) if step_size is None else step_size
     ascent = _Ascent(noisy, loss, chosen, epsilon, step_size, steps, clip, goal, None if gradients else generator)
     out = torch.empty_like(images, device="cpu")
-    with evaluation_mode(noisy.model), Bar("attacking", len(images), progress) as bar, _FrozenParameters(noisy.model):
+    with evaluation_mode(noisy.model), Bar("attacking", len(images), progress) as bar, _frozen(noisy.model):
         for at in range(0, len(images), per_chunk):
             part = slice(at, at + per_chunk)
             x, y, i = images[part].to(place), labels[part].to(place), ids[part].to(place)
@@ -216,19 +241,16 @@ def _within(x: Tensor, attacked: Tensor, epsilon: float, norm: Norm) -> Tensor:
     return torch.where(near.view(shape), attacked, x)
 
 
-class _FrozenParameters:
+@contextmanager
+def _frozen(model: Classifier) -> Iterator[None]:
     """Parameters need no gradients while only the input moves."""
-
-    def __init__(self, model: Classifier) -> None:
-        module = isinstance(model, torch.nn.Module)
-        self.parameters = [p for p in model.parameters() if p.requires_grad] if module else []
-
-    def __enter__(self) -> None:
-        for parameter in self.parameters:
-            parameter.requires_grad_(False)
-
-    def __exit__(self, *_: object) -> None:
-        for parameter in self.parameters:
+    trained = [p for p in model.parameters() if p.requires_grad] if isinstance(model, torch.nn.Module) else []
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
             parameter.requires_grad_(True)
 
 

@@ -6,7 +6,7 @@ with points x draws where the source is read from disk or from the network.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,14 +16,13 @@ from torch import Tensor
 from keepcover.errors import InputError
 from keepcover.evaluation.random_splits import Split, random_splits
 from keepcover.evaluation.rows import Observed, Row
-from keepcover.methods import METHODS, Asked, Holdout, Method, Rule, get_method
+from keepcover.evaluation.scored import Attacked, Curves, Held, Scored, Statistics
+from keepcover.methods import Asked, Method, Rule, get_method, usable
 from keepcover.noise import Noise, Threat, get_noise
-from keepcover.prediction.source import Piece, Source, source_of
+from keepcover.prediction.source import Source, source_of
 from keepcover.promises import Promise
-from keepcover.scores import PTT, Draws, Items, Reading, Score
-from keepcover.tasks import Classification, Spread, Task, get_task
-
-MANY = 256  # draws beyond which picking one order statistic is cheaper than sorting for a few
+from keepcover.scores import PTT, Score
+from keepcover.tasks import Classification, Task, get_task
 
 
 @dataclass(frozen=True)
@@ -62,17 +61,8 @@ class Entry:
         return Asked(self.alpha, threat, draws, n, task.candidates, per_point, self.promise)
 
 
-@dataclass(frozen=True)
-class Attacked:
-    """Attacked versions of some points, in the order of ``positions``, and the attack's name."""
-
-    name: str
-    positions: Tensor
-    source: Source
-
-
 def entries(
-    methods: Sequence[str | Method] | None,
+    methods: Sequence[str | Method],
     transforms: Sequence[str] = ("none", "ptt"),
     draws: int | None = None,
     **shared: Any,
@@ -86,7 +76,7 @@ def entries(
     for transform in transforms:
         if transform not in ("none", "ptt"):
             raise InputError(f"expected transforms among none and ptt, got {transform!r}")
-    listed = [get_method(method) for method in (METHODS if methods is None else methods)]
+    listed = [get_method(method) for method in methods]
     made = []
     for method in listed:
         if draws is not None and draws < method.least_draws and len(listed) > 1:
@@ -109,7 +99,7 @@ def evaluate(
     norm: str | None = None,
     shape: Sequence[int] | None = None,
     alpha: float = 0.1,
-    promise: Promise | None = None,
+    promise: Promise | Sequence[Promise] | None = None,
     methods: Sequence[str | Method] | None = None,
     transforms: Sequence[str] = ("none", "ptt"),
     task: str | Task = "classification",
@@ -119,6 +109,7 @@ def evaluate(
     splits: int = 50,
     holdout: int = 500,
     redraw_holdout: bool = False,
+    calibration: int | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Row]:
@@ -127,12 +118,14 @@ def evaluate(
     Args:
         outputs: [n, N, ...], a tensor, an array, a store or a :class:`Source`; a store brings its truth and its noise.
         truth: of every point.
-        epsilon, sigma, noise, norm, shape, alpha, promise, task, score: as for :func:`keepcover.calibrate_outputs`.
-        methods: names or methods with their options; all by default.
+        epsilon, sigma, noise, norm, shape, alpha, task, score: as for :func:`keepcover.calibrate_outputs`.
+        promise: one, or several whose rows follow one another; the groups of a promise per group are those of all points.
+        methods: names or methods with their options; all that hold under the noise by default.
         transforms: ``none`` and ``ptt`` for methods that average scores.
         draws: model evaluations per query; all there are by default.
         calibration_draws: of calibration points; each method's usual number by default.
         splits, holdout: random halves of what a holdout leaves, which is fixed unless ``redraw_holdout``.
+        calibration: calibration points per split; half of what the holdout leaves by default.
         seed: of splits and randomised scores.
         progress: called with (done, total) while splits are judged.
 
@@ -144,17 +137,19 @@ def evaluate(
     """
     added = sigma if noise is None else noise
     source = source_of(outputs, truth, None if added is None else get_noise(added))
-    known = get_task(task, **({} if score is None else {"score": score}))
+    known = get_task(task, score=score)
     shared = {"epsilon": epsilon, "calibration_draws": calibration_draws, "alpha": alpha, "task": known, "norm": norm}
-    listed = entries(
-        methods, transforms, source.draws if draws is None else draws, promise=promise or Promise(), **shared
-    )
+    chosen = usable(source.noise, known) if methods is None else methods
+    promises = map(Promise.of, promise if isinstance(promise, list | tuple) else [promise])
+    wanted = source.draws if draws is None else draws
+    listed = [entry for one in promises for entry in entries(chosen, transforms, wanted, promise=one, **shared)]
     found = evaluate_entries(
         source,
         listed,
         splits=splits,
         holdout=holdout,
         redraw_holdout=redraw_holdout,
+        calibration=calibration,
         seed=seed,
         progress=progress,
         shape=None if shape is None else tuple(shape),
@@ -169,6 +164,7 @@ def evaluate_entries(
     splits: int = 50,
     holdout: int = 500,
     redraw_holdout: bool = False,
+    calibration: int | None = None,
     seed: int = 0,
     attacked: Attacked | None = None,
     shape: tuple[int, ...] | None = None,
@@ -179,23 +175,27 @@ def evaluate_entries(
     """
     if redraw_holdout and not source.kept:
         raise InputError("a new holdout for every split reads the outputs once per split: that needs them in memory")
-    every = list(random_splits(source.points, splits, holdout, seed, redraw_holdout))
+    every = list(random_splits(source.points, splits, holdout, seed, redraw_holdout, calibration))
     uniform, where = uniforms(source.points, seed), torch.full((source.points,), -1)
-    total = source.points
     if attacked is not None:  # their statistics stand behind those of the clean points, with those points' uniforms
-        total += attacked.source.points
-        where[attacked.positions] = torch.arange(source.points, total)
+        where[attacked.positions] = source.points + torch.arange(attacked.source.points)
         uniform = torch.cat([uniform, uniform[:, attacked.positions]], dim=1)
-    runners = [Runner(entry, source, shape, total) for entry in listed]
+    points = (
+        torch.arange(source.points)
+        if attacked is None
+        else torch.cat([torch.arange(source.points), attacked.positions])
+    )
+    # Groups that one promise speaks of are looked at under the others too.
+    groups = next((entry.promise.groups for entry in listed if entry.promise.groups is not None), None)
+    runners = [Runner(entry, source, shape, points, groups) for entry in listed]
     kept: list[Scored] = []
     for number, some in enumerate([[split] for split in every] if redraw_holdout else [every]):
-        fresh = [run for run in runners if number == 0 or run.entry.method.needs_holdout]
-        held = _read(source, some[0].holdout, uniform)
-        holdouts: dict[Task, Holdout] = {}
+        fresh = [run for run in runners if number == 0 or run.needs_holdout]
+        held = Held(source, some[0].holdout, uniform, {run.entry.task for run in fresh})
         for run in fresh:
-            run.fit(held, holdouts, some[0])
+            run.fit(held, some[0])
         new: list[Scored] = []
-        for scored in kept or _scored(source, attacked, some[0], held, uniform):
+        for scored in kept or held.and_rest(attacked):
             for run in fresh:
                 run.keep(scored)
             scored.forget()
@@ -209,7 +209,7 @@ def evaluate_entries(
                 if attacked is not None:
                     run.judge(split, hit[hit >= 0], attacked.name)
                 if progress:
-                    progress((max(number, at)) * len(runners) + place + 1, splits * len(runners))
+                    progress(max(number, at) * len(runners) + place + 1, splits * len(runners))
     return [run.rows() for run in runners]
 
 
@@ -218,140 +218,51 @@ def uniforms(n: int, seed: int) -> Tensor:
     return torch.rand(2, n, generator=torch.Generator().manual_seed(seed))
 
 
-class Scored:
-    """Noisy outputs of some points, and their scores: computed once per task and reading, shared by methods and splits."""
-
-    def __init__(self, piece: Piece, uniform: Tensor) -> None:
-        self.rows, self.outputs, self.truth = piece
-        self.u, self.v = uniform[:, self.rows].to(self.outputs.device)
-        self._prepared: dict[tuple[Task, Reading], Any] = {}
-        self._items: dict[tuple[Task, Reading], Items] = {}
-
-    def known(self, task: Task) -> Tensor:
-        """The truth, checked."""
-        return task.check_truth(self.truth, len(self.rows)).to(self.outputs.device)
-
-    def prepared(self, task: Task, reading: Reading) -> Any:
-        if (task, reading) not in self._prepared:
-            if reading.transform is None:
-                made = task.prepare(self.outputs, reading, self.u)
-            else:  # from the order, which several transforms share
-                made = Draws(reading.transform(self.prepared(task, Reading(order=True)).values), unit=True)
-            self._prepared[task, reading] = made
-        return self._prepared[task, reading]
-
-    def items(self, task: Task, reading: Reading) -> Items:
-        if (task, reading) not in self._items:
-            if reading.transform is None:
-                made = task.items(self.outputs, self.known(task), reading, self.u)
-            else:
-                own = self.items(task, Reading(order=True))
-                made = replace(own, draws=Draws(reading.transform(own.draws.values), unit=True))
-            self._items[task, reading] = made
-        return self._items[task, reading]
-
-    def forget(self) -> None:
-        """Drop what a transform made: another holdout fits another."""
-        for kept in (self._prepared, self._items):
-            for key in [key for key in kept if key[1].transform is not None]:
-                del kept[key]
-
-
-def _read(source: Source, rows: Tensor, uniform: Tensor) -> Scored:
-    """Some points as one."""
-    parts = [(piece.outputs.cpu(), torch.as_tensor(piece.truth)) for piece in source.read(rows)]
-    outputs, truth = (torch.cat(some) for some in zip(*parts, strict=True))
-    return Scored(Piece(rows, outputs, truth), uniform)
-
-
-def _scored(source: Source, attacked: Attacked | None, split: Split, held: Scored, uniform: Tensor) -> Iterable[Scored]:
-    """Every point once: the holdout is not read again where reading costs something."""
-    truth = torch.zeros(source.points, *held.truth.shape[1:], dtype=held.truth.dtype)
-    rows = torch.arange(source.points)
-    if not source.kept:
-        yield held
-        truth[held.rows] = held.truth
-        rows = torch.cat([split.calibration, split.test]).sort().values
-    for piece in source.read(rows):
-        truth[piece.rows] = torch.as_tensor(piece.truth).to(truth.dtype).cpu()
-        yield Scored(piece, uniform)
-    if attacked is not None:
-        for piece in attacked.source.read(torch.arange(attacked.source.points)):
-            yield Scored(
-                Piece(source.points + piece.rows, piece.outputs, truth[attacked.positions[piece.rows]]), uniform
-            )
-
-
 class Runner:
     """One entry: fitted on a holdout, then judged split by split on the statistics that it keeps of all points."""
 
     rule: Rule
 
-    def __init__(self, entry: Entry, source: Source, shape: tuple[int, ...] | None, total: int) -> None:
-        self.entry, self.source, self.shape, self.total = entry, source, shape, total
-        self.task = entry.task
-        self.kept: dict[str, Tensor] = {}
+    def __init__(
+        self, entry: Entry, source: Source, shape: tuple[int, ...] | None, points: Tensor, groups: Any = None
+    ) -> None:
+        self.entry, self.source, self.shape = replace(entry, method=entry.method.suited(entry.task)), source, shape
+        self.task, groups, group = entry.task, entry.promise.groups or groups, None
+        self.groups = 0 if groups is None else len(groups.per)
+        if groups is not None:
+            if groups.codes is None or len(groups.codes) != source.points:
+                raise InputError(f"expected the group of each of {source.points} points, Promise(per=groups)")
+            group = groups.codes[points]
+        self.kept = (Statistics if entry.task.single else Curves)(len(points), group)
         self.observed: dict[str, Observed] = {}
-        self.trivial: dict[str, int] = {}
 
     def _calibration(self, split: Split) -> Tensor:
-        return split.calibration if self.entry.method.needs_holdout else split.calibration_with_holdout
+        return split.calibration if self.needs_holdout else split.calibration_with_holdout
 
-    def fit(self, held: Scored, holdouts: dict[Task, Holdout], split: Split) -> None:
+    @property
+    def needs_holdout(self) -> bool:
+        return self.entry.method.needs_holdout or self.entry.promise.needs_holdout
+
+    def fit(self, held: Held, split: Split) -> None:
         """Choose the rule; runners of one task share the holdout and what is computed from it."""
         entry = self.entry
-        self.task = entry.task.seen(held.outputs)
-        if self.task not in holdouts:
-            holdouts[self.task] = Holdout(self.task, held.outputs, held.known(self.task).cpu(), held.u)
+        self.task = held.seen(entry.task)
         asked = entry.asked(self.source, len(self._calibration(split)), self.task, self.shape)
         entry.method.check(asked, self.task)
-        self.rule = entry.method.fit(asked, holdouts[self.task] if entry.method.needs_holdout else None)
+        held_out = held.holdout(entry.task) if self.needs_holdout else None
+        self.rule = entry.method.fit(asked.settled(held_out), held_out)
 
     def keep(self, scored: Scored) -> None:
         """Statistics of one piece, into their places among those of all points."""
-        rule, task = self.rule, self.task.seen(scored.outputs)
-        prepared = scored.prepared(task, rule.reading)
-        items = scored.items(task, rule.reading).draws
-        own, test = items.first(rule.calibration_draws), items.first(rule.test_draws)
-        if rule.counting is not None and test.count <= MANY:  # sorted once, looked up for every rule
-            _ = own.ascending, prepared.first(rule.test_draws).ascending if hasattr(prepared, "first") else None
-        found = {
-            "calibration": rule.statistic(own),
-            "summary": task.summary(prepared, rule, scored.v),
-            "true": rule.test_statistic(test, scored.v),
-        }
-        group = task.groups(scored.known(task))
-        if group is not None:
-            found["group"] = group
-        for name, part in found.items():
-            if name not in self.kept or self.kept[name].shape[1:] != part.shape[1:]:
-                self.kept[name] = part.new_empty(self.total, *part.shape[1:], device="cpu")
-            self.kept[name][scored.rows] = part.cpu()
+        self.kept.add(scored, self.task.seen(scored.outputs), self.rule)
 
     def judge(self, split: Split, test: Tensor, attack: str = "none") -> None:
         """Calibrate on the split and look at some points."""
-        kept, rule = self.kept, self.rule
-        rows = self._calibration(split)
-        threshold = torch.tensor(rule.threshold_of(kept["calibration"][rows], len(rows)), dtype=torch.float64)
-        inside = self.task.inside(kept["summary"][test], rule, threshold)
-        size, covered = self.task.sizes(inside), kept["true"][test] <= threshold
-        group = kept["group"][test] if "group" in kept else None
-        self.observed.setdefault(attack, Observed()).add(size, covered, group, self.task.candidates)
-        full = self.task.candidates is not None and bool((size == self.task.candidates).all())
-        self.trivial[attack] = self.trivial.get(attack, 0) + (full or bool(torch.isposinf(threshold)))
+        seen = self.kept.judged(self.task, self.rule, self._calibration(split), test)
+        found = self.observed.setdefault(attack, Observed())
+        found.add(test, *seen[:4], self.task.candidates, seen.group, self.groups)
 
     def rows(self) -> list[Row]:
         """One row per attack, the clean one first."""
         promise = self.rule.guarantee(self.task)
-        return [
-            Row(
-                promise,
-                len(seen.sizes),
-                Spread.of(seen.sizes),
-                Spread.of(seen.coverages),
-                self.trivial[attack],
-                attack,
-                seen,
-            )
-            for attack, seen in self.observed.items()
-        ]
+        return [Row(promise, seen, attack, self.entry.method.name) for attack, seen in self.observed.items()]

@@ -7,6 +7,7 @@ import json
 import platform
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from keepcover.files import make_folder, write_file
 
 
 def versions() -> dict[str, str]:
-    """What runs here."""
+    """Versions of Python and of the packages that numbers depend on."""
     import keepcover
 
     python, packages = platform.python_version(), (keepcover, torch, numpy, scipy)
@@ -40,6 +41,21 @@ def manifest(command: str, config: dict[str, Any], seconds: float) -> dict[str, 
     }
 
 
+def command_of(program: str, options: Mapping[str, Any]) -> str:
+    """The command that gives a program these options, without those that are None or False.
+
+    Example:
+        >>> command_of("keepcover reproduce table1", {"splits": 50, "images": None, "compile": True})
+        'keepcover reproduce table1 --splits 50 --compile'
+    """
+    words = [program]
+    for name, value in options.items():
+        if value is not None and value is not False:
+            listed = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, listed)]
+    return " ".join(words)
+
+
 def _source() -> str:
     """SHA-256 of the package's own code: what ran, whether or not it was committed."""
     root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
@@ -49,18 +65,11 @@ def _source() -> str:
 
 
 def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "HEAD"]
     try:
-        found = subprocess.run(
-            ["git", "rev-parse", "--verify", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-            cwd=Path(__file__).parent,
-        )
-    except OSError:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip() if found.returncode == 0 else None
 
 
 def write_results(path: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:

@@ -25,8 +25,10 @@ class Split:
         return torch.cat([self.calibration, self.holdout])
 
 
-def random_splits(n: int, count: int, holdout: int, seed: int, redraw_holdout: bool = False) -> Iterator[Split]:
-    """A holdout, fixed per seed unless redrawn, and random halves of the rest.
+def random_splits(
+    n: int, count: int, holdout: int, seed: int, redraw_holdout: bool = False, calibration: int | None = None
+) -> Iterator[Split]:
+    """A holdout, fixed per seed unless redrawn, and random halves of the rest; or so many calibration points.
 
     Example:
         >>> split = next(random_splits(10_000, 1, holdout=500, seed=0))
@@ -38,11 +40,13 @@ def random_splits(n: int, count: int, holdout: int, seed: int, redraw_holdout: b
     if count < 1:
         raise InputError(f"expected at least one split, got {count}")
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(n, generator=generator)
-    held, rest = order[:holdout], order[holdout:]
+    order, half = torch.randperm(n, generator=generator), (n - holdout) // 2 if calibration is None else calibration
+    if not 0 < half < n - holdout:
+        raise InputError(
+            f"expected 1 to {n - holdout - 1} calibration points beside a holdout of {holdout}, got {half}"
+        )
     for _ in range(count):
         if redraw_holdout:
             order = torch.randperm(n, generator=generator)
-            held, rest = order[:holdout], order[holdout:]
-        mixed = rest[torch.randperm(len(rest), generator=generator)]
-        yield Split(held, mixed[: len(rest) // 2], mixed[len(rest) // 2 :])
+        mixed = order[holdout:][torch.randperm(n - holdout, generator=generator)]
+        yield Split(order[:holdout], mixed[:half], mixed[half:])

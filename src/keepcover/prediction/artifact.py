@@ -1,6 +1,6 @@
 """A predictor on disk: one safetensors file, checksummed throughout; whatever does not match is refused.
 
-The file holds the calibration items' scores, the holdout scores of PTT, and what the model and the task give on a few fixed
+The file holds the calibration items' scores, or how much weight they have above the thresholds of the grid, the holdout scores of PTT, and what the model and the task give on a few fixed
 inputs; its metadata hold a JSON manifest (format, task, noise, promises, rules, numerics, model, checksums) and the
 manifest's own checksum. Nothing is executed on loading. A checksum is no signature, so everything that follows from
 something else in the file is derived again and compared.
@@ -24,24 +24,28 @@ from torch import Tensor
 
 from keepcover.engine.fingerprint import Identity, identifier
 from keepcover.engine.inputs import InputRange
-from keepcover.engine.progress import Report
+from keepcover.engine.progress import Progress
 from keepcover.engine.smoother import Classifier, Smoother, numeric_options
 from keepcover.errors import InputError
 from keepcover.files import write_file
 from keepcover.methods import Asked, Rule, saved_method
 from keepcover.noise import NOISES, get_noise
-from keepcover.prediction.predictor import Calibrated, Level, Predictor
+from keepcover.noise.stream import probes
+from keepcover.prediction.predictor import Calibrated, Predictor
+from keepcover.prediction.question import Level
+from keepcover.prediction.usefulness import Accuracy
 from keepcover.promises import CLAUSES
-from keepcover.scores import PTT, Draws, Items
-from keepcover.tasks import TASKS
+from keepcover.scores import PTT, Draws, Items, Tally
+from keepcover.tasks import TASKS, Task
 
 FORMAT = 3  # 1 and 2 were holdfast's
 _MOST = 2**24  # classes, points and draws: more would be asked of memory before they could be compared
 
 
-def _digest(tensor: Tensor) -> str:
-    tensor = tensor.contiguous()
-    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes()).hexdigest()
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of a tensor with its type and shape."""
+    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)  # numpy has no bfloat16
+    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + raw.numpy().tobytes()).hexdigest()
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -58,9 +62,9 @@ def save(predictor: Predictor, path: str | Path, fingerprint: str | None = None)
         identity = replace(identity, fingerprint=identifier(smoother.model, identity.fingerprint))
         predictor = replace(predictor, identity=identity)
     _refuse_code(predictor)
-    tensors = {"calibration": predictor.items.draws.values, "probe_scores": predictor.task.probe()}
+    tensors = {"probe_scores": predictor.task.probe()}
     optional = {
-        "weight": predictor.items.weight,
+        **predictor.items.tensors(),
         "reference": predictor.reference,
         "probe_outputs": None if identity is None else identity.outputs,
     }
@@ -85,7 +89,9 @@ def _refuse_code(predictor: Predictor) -> None:
     for calibrated in predictor.levels.values():
         rule = calibrated.rule
         parts.append((rule.method, type(saved_method(rule.name, {}))))
-        parts.extend((clause, CLAUSES.get(clause.keyword)) for clause in rule.asked.promise.clauses)
+        parts.extend(
+            (clause, type(CLAUSES[clause.keyword].of(clause.stated()))) for clause in rule.asked.promise.clauses
+        )
         if rule.method.transform is not None:
             parts.append((rule.method.transform, PTT))
         parts.append(
@@ -110,14 +116,16 @@ def _manifest(predictor: Predictor, tensors: dict[str, Tensor]) -> dict[str, Any
         else {
             "fingerprint": identity.fingerprint,
             "structure": identity.structure,
-            "probe_shape": None if identity.shape is None else list(identity.shape),
+            "probe_shape": None if identity.inputs is None else list(identity.inputs.shape[1:]),
         },
         "points": predictor.items.points,
         "holdout_size": predictor.holdout_size,
         "inputs": None if predictor.inputs is None else asdict(predictor.inputs),
-        "provenance": predictor.provenance,
+        "accuracy": None if predictor.accuracy is None else asdict(predictor.accuracy),
+        "among": list(predictor.among),
+        "history": list(predictor.history),
         "levels": [_entry(calibrated, predictor) for calibrated in predictor.levels.values()],
-        "checksums": {name: _digest(tensor) for name, tensor in tensors.items()},
+        "checksums": {name: digest(tensor) for name, tensor in tensors.items()},
     }
 
 
@@ -129,7 +137,8 @@ def _entry(calibrated: Calibrated, predictor: Predictor) -> dict[str, Any]:
         "asked": rule.asked.config(),
         "parameters": rule.parameters(),
         "threshold": [repr(value) for value in calibrated.threshold.flatten().tolist()],
-        "guarantee": predictor.promised(rule).to_dict(),
+        "size": calibrated.size,
+        "guarantee": predictor.promised(calibrated).to_dict(),
     }
 
 
@@ -159,7 +168,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         version, expected = manifest.get("format"), dict(manifest["checksums"])
     if version != FORMAT:
         raise InputError(f"{path} has format {version}, this version reads {FORMAT}; calibrate again")
-    found = {name: _digest(tensor) for name, tensor in tensors.items()}
+    found = {name: digest(tensor) for name, tensor in tensors.items()}
     if found != expected:
         differ = sorted(set(found) ^ set(expected)) or sorted(name for name in found if found[name] != expected[name])
         raise InputError(
@@ -199,6 +208,7 @@ def _brief(text: str) -> str:
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "int": lambda value: type(value) is int and 0 <= value <= _MOST,
     "float": lambda value: type(value) is float and not math.isnan(value),
+    "float | None": lambda value: value is None or _KINDS["float"](value),
     "int | None": lambda value: value is None or _KINDS["int"](value),
     "tuple[float, ...]": lambda value: type(value) is tuple and all(map(_KINDS["float"], value)),
     "str": lambda value: type(value) is str,
@@ -235,7 +245,7 @@ def restore(path: str | Path, score: Any = None) -> Predictor:
     manifest, tensors = read(path)
     with _malformed(path):
         values, held = tensors["calibration"], tensors.get("reference")
-        if values.ndim != 2 or not values.is_floating_point() or values.isnan().any():
+        if values.ndim not in (2, 3) or not values.is_floating_point() or values.isnan().any():
             raise InputError("expected calibration scores [items, draws] without NaN; save the predictor again")
         if held is not None and (held.diff() < 0).any():
             raise InputError("its holdout scores are not sorted; save the predictor again")
@@ -244,7 +254,7 @@ def restore(path: str | Path, score: Any = None) -> Predictor:
         if is_dataclass(task):
             _typed(task)
         task.check_probe(tensors["probe_scores"])
-        items, numerics = _items(manifest, values, tensors.get("weight")), numeric_options(manifest["numerics"])
+        items, numerics = _items(task, manifest, values, tensors), numeric_options(manifest["numerics"])
         size = manifest["holdout_size"]
         if held is not None:  # points whose truth no set can hold have no score there
             _agree("holdout_size", size, max(size, len(held)) if task.open_labels else len(held))
@@ -257,17 +267,10 @@ def restore(path: str | Path, score: Any = None) -> Predictor:
             raise InputError(f"expected inputs in a finite range, got {seen}; save the predictor again")
         identity = None
         if model is not None:
-            low, high = (0.0, 1.0) if seen is None else (seen.low, seen.high)
-            identity = Identity(
-                model["fingerprint"],
-                model["structure"],
-                None if model["probe_shape"] is None else tuple(model["probe_shape"]),
-                low,
-                high,
-                tensors.get("probe_outputs"),
-            )
-            expected = None if seen is None else model["probe_shape"] if seen.shape is None else list(seen.shape)
-            _agree("probe_shape", model["probe_shape"], expected)
+            shape = model["probe_shape"]
+            _agree("probe_shape", shape, None if seen is None else shape if seen.shape is None else list(seen.shape))
+            fixed = None if seen is None else probes(tuple(shape), seen.low, seen.high, seen.tokens)
+            identity = Identity(model["fingerprint"], model["structure"], fixed, tensors.get("probe_outputs"))
         predictor = Predictor(
             task,
             {},
@@ -278,7 +281,9 @@ def restore(path: str | Path, score: Any = None) -> Predictor:
             holdout_size=manifest["holdout_size"],
             inputs=seen,
             numerics=manifest["numerics"],
-            provenance=manifest["provenance"],
+            accuracy=None if manifest["accuracy"] is None else _typed(Accuracy(**manifest["accuracy"])),
+            among=tuple(manifest["among"]),
+            history=_history(manifest, items),
         )
         levels = dict(_level(entry, predictor) for entry in manifest["levels"])
         _agree("number of different levels", len(manifest["levels"]), len(levels))
@@ -290,18 +295,43 @@ def restore(path: str | Path, score: Any = None) -> Predictor:
     return predictor
 
 
-def _items(manifest: dict[str, Any], values: Tensor, weight: Tensor | None) -> Items:
-    """What must not be missed, with weights that are some; without weights, one item per point."""
+def _items(task: Task, manifest: dict[str, Any], values: Tensor, tensors: dict[str, Tensor]) -> Items | Tally:
+    """What must not be missed: one item per point, or what rules ask of several."""
     points = manifest["points"]
+    for name in ("label", "group", "batch", "count"):
+        if name in tensors and (tensors[name].shape != (len(values),) or tensors[name].dtype != torch.int64):
+            raise InputError(f"expected the {name} of every calibration point; save the predictor again")
     if not (_KINDS["int"](points) and _KINDS["int"](manifest["holdout_size"])):
         raise InputError("expected points and holdout_size as numbers; save the predictor again")
-    if weight is None:
+    _agree("several things per point", values.ndim == 3, not task.single)
+    _agree("weights of several things", "weight" in tensors, not task.single)
+    if task.single:
         _agree("points", points, len(values))
-    elif (
-        weight.shape != (len(values),) or not bool(((weight > 0) & (weight <= 1)).all()) or weight.sum() > points + 1e-3
-    ):
-        raise InputError("expected one weight in (0, 1] per item, at most 1 per point; save the predictor again")
-    return Items(Draws(values), points, weight)
+        return Items(Draws(values), points, **{name: tensors.get(name) for name in ("label", "group", "batch")})
+    tally = Tally(
+        values, tensors["weight"], tensors["count"], task.thresholds, tensors.get("group"), tensors.get("batch")
+    )
+    _agree("points", points, tally.points)
+    tally.check()
+    return tally
+
+
+def _history(manifest: dict[str, Any], items: Items | Tally) -> tuple[dict[str, Any], ...]:
+    """What was done to the predictor; its newest entry names the batches that the calibration points come from."""
+    history = manifest["history"]
+    counts, of = [entry["points"] for entry in history], history[-1]["of"]
+    if not all(map(_KINDS["int"], [*counts, *(entry["unknown"] for entry in history), *of])):
+        raise InputError("expected numbers of points in its history; save the predictor again")
+    _agree("history", of, [*sorted(set(of) - {len(history) - 1}), len(history) - 1])
+    _agree("points in its history", sum(counts[at] for at in of), items.points)
+    _agree("batches", len(of) > 1, items.batch is not None)
+    if items.batch is not None:
+        names, place = items.batch.unique(return_inverse=True)
+        found = place.bincount(items.count).long()
+        for at, count in zip(names.tolist(), found.tolist(), strict=True):
+            if at not in of or count != counts[at]:
+                raise InputError(f"{count} calibration points are of batch {at}, of which its history says otherwise")
+    return tuple(history)
 
 
 def _level(entry: dict[str, Any], predictor: Predictor) -> tuple[Level, Calibrated]:
@@ -310,19 +340,29 @@ def _level(entry: dict[str, Any], predictor: Predictor) -> tuple[Level, Calibrat
     _agree("noise", asked.threat.noise.config(), predictor.noise.config())
     _agree("candidates", asked.candidates, predictor.task.candidates)
     _agree("n", asked.n, predictor.items.points)
+    if asked.threat.shape is not None and predictor.inputs is not None:
+        _agree("shape", list(asked.threat.shape), list(predictor.inputs.shape or ()))
     rule.verify(predictor.task)
-    saved = torch.tensor([float(value) for value in entry["threshold"]], dtype=torch.float64)
-    saved = saved[0] if len(saved) == 1 else saved
-    _agree("", entry, _entry(Calibrated(rule, saved), predictor))
-    again = torch.tensor(rule.threshold(rule.read(predictor.items)), dtype=torch.float64)
-    if again.shape != saved.shape or not bool(
-        ((again == saved) | torch.isclose(again, saved, rtol=1e-12, atol=0)).all()
+    for name, most in (
+        ("label", asked.candidates),
+        ("group", len(asked.promise.groups.per) if asked.promise.groups else 0),
     ):
+        known = getattr(predictor.items, name)
+        _agree(name, known is not None, name in asked.promise.reads)
+        if known is not None and not bool(((known >= 0) & (known < most)).all()):
+            raise InputError(f"a calibration point has a {name} that there is none of; save the predictor again")
+    again, size = rule.threshold(rule.read(predictor.items)), entry["size"]
+    _agree("number of thresholds", len(entry["threshold"]), again.numel())
+    saved = torch.tensor([float(value) for value in entry["threshold"]], dtype=torch.float64).view(again.shape)
+    if not _KINDS["float | None"](size):
+        raise InputError(f"expected a mean size, got {_brief(str(size))}")
+    _agree("", entry, _entry(Calibrated(rule, saved, size), predictor))
+    if not bool(((again == saved) | torch.isclose(again, saved, rtol=1e-12, atol=0)).all()):
         raise InputError(
             f"the threshold {saved.tolist()} does not follow from the calibration scores ({again.tolist()})"
         )
     # Another machine may round otherwise: the larger of the two keeps more labels.
-    return (asked.alpha, asked.threat.epsilon), Calibrated(rule, torch.maximum(again, saved))
+    return (asked.alpha, asked.threat.epsilon), Calibrated(rule, torch.maximum(again, saved), size)
 
 
 def load(
@@ -333,7 +373,7 @@ def load(
     score: Any = None,
     batch_size: int | None = None,
     device: torch.device | str | None = None,
-    progress: bool | Report = True,
+    progress: Progress = True,
 ) -> Predictor:
     """Read a predictor and put the model back under it; refuses another model, an altered or a foreign file.
 

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from numbers import Integral
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from keepcover.engine.arrivals import Gathered
 from keepcover.engine.fingerprint import Identity
-from keepcover.engine.inputs import Batch, InputRange, Rows, batches, check_ids, in_memory, length
+from keepcover.engine.inputs import check_ids, in_memory, length, warn_of_units
 from keepcover.engine.smoother import Classifier, Smoother
-from keepcover.errors import InputError, KeepcoverWarning
-from keepcover.methods import Asked, Holdout, Method, Rule, get_method
-from keepcover.noise import Noise, Stream, Threat, fresh_seed, get_noise
+from keepcover.errors import InputError, warn
+from keepcover.methods import Holdout, Method, Rule, get_method
+from keepcover.noise import Noise, Stream, fresh_seed
+from keepcover.noise.stream import probes
+from keepcover.prediction.artifact import digest
+from keepcover.prediction.choosing import pick, smoothers_of
+from keepcover.prediction.collecting import Chunk, Collected, Parts, chosen_rows, collect, run
 from keepcover.prediction.outputs import check_outputs
-from keepcover.prediction.predictor import Calibrated, Level, Predictor
-from keepcover.prediction.source import source_of
+from keepcover.prediction.predictor import Calibrated, Predictor
+from keepcover.prediction.question import DRAWS, Level, Question, budget, levels_of, one_noise
+from keepcover.prediction.source import InMemory, source_of
 from keepcover.promises import Promise
-from keepcover.scores import Draws, Items, Reading, Score
+from keepcover.scores import Draws, Items, Score, Tally
 from keepcover.tasks import Task, get_task
-
-DRAWS = 16  # per query, where the user names none
 
 
 def calibrate(
@@ -37,7 +34,7 @@ def calibrate(
     data: Any,
     *,
     epsilon: float | Sequence[float],
-    sigma: float | None = None,
+    sigma: float | Literal["auto"] | None = None,
     noise: Noise | str | None = None,
     norm: str | None = None,
     alpha: float | Sequence[float] = 0.1,
@@ -45,10 +42,11 @@ def calibrate(
     method: str | Method = "auto",
     task: str | Task = "classification",
     score: str | Score | Callable[..., Tensor] | None = None,
-    draws: int = DRAWS,
+    draws: int | None = None,
     calibration_draws: int | None = None,
     holdout: Any = None,
     class_names: Sequence[str] | None = None,
+    input_scale: Sequence[float] | str | None = None,
     ids: Any = None,
     seed: int | None = None,
     fingerprint: str | None = None,
@@ -61,6 +59,7 @@ def calibrate(
         data: labelled images in [0, 1]: ``(images, labels)``, a dataset or a loader; never seen in training.
         epsilon: radius of the attack, in pixel units; several give a predictor that answers for each.
         sigma: standard deviation of Gaussian noise; epsilon to 2 epsilon works well for a model trained under that noise.
+            ``"auto"`` lets the holdout pick the one with the smallest sets, of seven from epsilon / 2 to 4 epsilon.
         noise: any other noise, in place of sigma.
         norm: in which epsilon is measured; the noise's own by default.
         alpha: miscoverage, 0.1 for 90 % coverage; several are allowed.
@@ -69,12 +68,14 @@ def calibrate(
             a method with its own options, such as ``Exact(randomize=True)``.
         task: what outputs mean and what a set is.
         score: ``hps`` (the default), ``aps``, ``raps``, a :class:`Score` or a function of logits.
-        draws: model evaluations per query.
+        draws: model evaluations per query, 16 by default; a deterministic noise has its own number.
         calibration_draws: model evaluations per calibration point, paid once; the method's usual number by default: 64 for
             ``auto`` and ``exact_asymmetric``, as many as per query for the others.
         holdout: labelled data for tuning, disjoint from ``data``, or how many points to take from ``data``; by default
             min(500, n // 10).
         class_names: names for reading sets.
+        input_scale: for inputs [n, features] of different units: one unit per feature in which sigma and epsilon are measured,
+            or ``"std"``, the standard deviations of the holdout.
         ids: integers that key each point's noise; positions by default.
         seed: reproducible calibration, for experiments; fresh operating-system entropy by default.
         fingerprint: a string that identifies a model that is not an ``nn.Module``.
@@ -87,28 +88,32 @@ def calibrate(
         >>> len(predictor.predict(images[:5]))
         5
     """
-    smoothers = _smoothers(model, sigma, noise)
-    question = Question.of(
-        _task(task, score, class_names), method, alpha, epsilon, norm, promise, draws, calibration_draws
-    )
+    known = get_task(task, score=score, class_names=class_names)
+    levels = levels_of(alpha, epsilon)
+    question = Question(known, get_method(method), levels, norm, Promise.of(promise), draws or DRAWS, calibration_draws)
     seed = fresh_seed() if seed is None else seed
     shape = _shape(data)
+    smoothers = smoothers_of(model, sigma, noise, question, shape)
+    per_query, per_point = budget(smoothers[0].noise, draws, calibration_draws, shape)
+    question = replace(question, draws=per_query, calibration_draws=per_point)
     for smoother in smoothers:
         question.check(smoother.noise, length(data), shape)
-    parts = _Parts(data, holdout, ids, seed, question.method.needs_holdout or len(smoothers) > 1)
-    if len(smoothers) > 1:
-        if not in_memory(data) and parts.given is None:
-            raise InputError(
-                "choosing among several (sigma, model) pairs reads the holdout once per pair: give it as holdout="
-            )
-        smoother = min(smoothers, key=lambda one: _expected_size(one, parts, question, seed, shape))
-    else:
-        smoother = smoothers[0]
-    collected = _run(smoother, parts, question, seed)
-    made = conclude(question, collected, smoother.noise, shape)
+    choosing = question.needs_holdout or len(smoothers) > 1 or input_scale == "std"
+    parts = Parts(data, holdout, ids, seed, choosing)
+    smoothers = _in_units(smoothers, input_scale, parts)
+    group = question.groups(data, parts.calibrating)
+    question.warn_of_few(_labels(data, known, parts), group)
+    smoother = pick(smoothers, parts, question, seed, shape)
+    collected = run(smoother, parts, question, seed, group)
+    among = tuple(str(one.noise) for one in smoothers) if len(smoothers) > 1 else ()
     seen, first = collected.inputs, collected.shape
     assert seen is not None
-    identity = Identity.of(smoother, first, seen.low, seen.high, fingerprint)
+    if seen.shape is None and smoother.noise.needs_shape(smoother.noise.check_norm(norm)):
+        raise InputError(
+            f"under {smoother.noise} the promise depends on the shape of an input, and several came; calibrate each"
+        )
+    made = conclude(question, collected, smoother.noise, seen.shape, among)
+    identity = Identity.of(smoother, probes(first, seen.low, seen.high, seen.tokens), fingerprint)
     return replace(made, smoother=smoother, identity=identity, numerics=smoother.numerics)
 
 
@@ -153,29 +158,24 @@ def calibrate_outputs(
         >>> len(predictor.predict_outputs(logits[:5, :4]))
         5
     """
-    source = source_of(outputs, truth, None if sigma is None and noise is None else _noise(sigma, noise))
+    source = source_of(outputs, truth, None if sigma is None and noise is None else one_noise(sigma, noise))
     n, available = source.points, source.draws
-    question = Question.of(
-        _task(task, score, class_names),
-        method,
-        alpha,
-        epsilon,
-        norm,
-        promise,
-        min(DRAWS, available) if draws is None else draws,
-        None,
-    )
-    if question.draws > available:
-        raise InputError(f"asked for {question.draws} draws per query, only {available} outputs per point are there")
-    per_point = question.method.draws_used(question.draws, available)[1]
-    question = replace(question, calibration_draws=min(available, max(per_point, question.calibration_draws)))
-    where = None if shape is None else tuple(shape)
+    known, where = get_task(task, score=score, class_names=class_names), None if shape is None else tuple(shape)
+    wanted, _ = budget(source.noise, draws, None, where, min(DRAWS, available))
+    question = Question(known, get_method(method), levels_of(alpha, epsilon), norm, Promise.of(promise), wanted)
+    if wanted > available or (source.noise.deterministic and wanted != available):
+        raise InputError(f"asked for {wanted} draws per query, {available} outputs per point are there")
+    question = replace(question, calibration_draws=available)
     question.check(source.noise, n, where)
     seed = fresh_seed() if seed is None else seed
     keys = torch.arange(n) if ids is None else check_ids(ids, n)
     held = torch.zeros(n, dtype=torch.bool)
-    if question.method.needs_holdout:
+    if question.needs_holdout:
         held[chosen_rows(n, holdout, seed)] = True
+
+    group = question.groups(n, ~held)
+    label = known.check_truth(source.truth, n)[~held].cpu() if isinstance(source, InMemory) and known.classed else None
+    question.warn_of_few(label, group)
 
     def chunks() -> Iterator[Chunk]:
         for role, some in (("holdout", held), ("calibration", ~held)):
@@ -184,104 +184,7 @@ def calibrate_outputs(
                 values = piece.outputs if source.kept else check_outputs(piece.outputs)
                 yield Chunk(stream, keys[piece.rows].to(values.device), values, piece.truth)
 
-    return conclude(question, collect(chunks(), question, n), source.noise, where)
-
-
-# -- what is asked -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Question:
-    """What the user asked for, apart from data, model and noise."""
-
-    task: Task
-    method: Method
-    levels: tuple[Level, ...]
-    norm: str | None
-    promise: Promise
-    draws: int
-    calibration_draws: int
-
-    @classmethod
-    def of(
-        cls,
-        task: Task,
-        method: str | Method,
-        alpha: Any,
-        epsilon: Any,
-        norm: str | None,
-        promise: Promise | None,
-        draws: int,
-        calibration_draws: int | None,
-    ) -> Question:
-        if draws < 1 or (calibration_draws is not None and calibration_draws < 1):
-            raise InputError(f"expected at least 1 draw, got {draws} (calibration {calibration_draws})")
-        chosen = get_method(method)
-        per_point = chosen.usual_calibration_draws(draws) if calibration_draws is None else calibration_draws
-        levels = tuple((a, e) for a in numbers(alpha, "alpha") for e in numbers(epsilon, "epsilon"))
-        return cls(task, chosen, levels, norm, promise or Promise(), draws, chosen.draws_used(draws, per_point)[1])
-
-    @property
-    def reading(self) -> Reading:
-        """How calibration items are kept: the score, or its order where that will do."""
-        return Reading(self.method.compares_only or self.method.transform is not None)
-
-    @property
-    def holdout_draws(self) -> int:
-        return max(self.calibration_draws, self.method.draws_used(self.draws, self.calibration_draws)[0])
-
-    def asked(self, level: Level, noise: Noise, n: int, shape: Any) -> Asked:
-        threat = Threat(noise, level[1], self.norm, shape)
-        return Asked(level[0], threat, self.draws, n, self.task.candidates, self.calibration_draws, self.promise)
-
-    def check(self, noise: Noise, n: int | None, shape: Any) -> None:
-        """Impossible promises are refused before the network runs; n is checked again once it is known exactly."""
-        for level in self.levels:
-            self.method.check(self.asked(level, noise, n or 10**9, shape), self.task)
-
-
-def _task(task: str | Task, score: Any, class_names: Sequence[str] | None) -> Task:
-    if isinstance(task, Task):
-        if score is not None or class_names is not None:
-            raise InputError("the task brings its own score and class names; give them there")
-        return task
-    options = {"score": score, "class_names": None if class_names is None else tuple(class_names)}
-    return get_task(task, **{name: value for name, value in options.items() if value is not None})
-
-
-def numbers(values: Any, name: str) -> list[float]:
-    """One or several levels as the user typed them: a float32 0.1 is meant as 1/10."""
-    many = values if isinstance(values, Sequence) and not isinstance(values, str) else [values]
-    try:
-        listed = [float(str(np.asarray(v)[()])) for v in many]
-    except (TypeError, ValueError):
-        raise InputError(f"expected one or several numbers for {name}, got {values!r}") from None
-    if not listed or len(set(listed)) != len(listed):
-        raise InputError(f"expected one or several distinct values of {name}, got {values!r}")
-    return listed
-
-
-def _noise(sigma: float | None, noise: Noise | str | None) -> Noise:
-    if (sigma is None) == (noise is None):
-        raise InputError(
-            "expected sigma, the standard deviation of Gaussian noise (epsilon to 2 epsilon works well), or another noise=..., "
-            "and not both"
-        )
-    return get_noise(noise if noise is not None else float(sigma or 0.0))
-
-
-def _smoothers(model: Any, sigma: float | None, noise: Noise | str | None) -> list[Smoother]:
-    if isinstance(model, Smoother):
-        if (sigma is not None or noise is not None) and _noise(sigma, noise) != model.noise:
-            raise InputError(f"the smoother already adds {model.noise}; leave sigma and noise out or make them agree")
-        return [model]
-    if not isinstance(model, Sequence):
-        return [Smoother(model, _noise(sigma, noise))]
-    if sigma is not None or noise is not None:
-        raise InputError("give either sigma or several (sigma, model) pairs, not both")
-    if len(model) == 0 or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in model):
-        raise InputError("expected (sigma, model) pairs, for instance [(0.25, a), (0.5, b)]")
-    return [Smoother(one, get_noise(added)) for added, one in model]
+    return conclude(question, collect(chunks(), question, n, group), source.noise, where)
 
 
 def _shape(data: Any) -> tuple[int, ...] | None:
@@ -291,228 +194,87 @@ def _shape(data: Any) -> tuple[int, ...] | None:
     return shape[1:] if len(shape) > 1 else None
 
 
-# -- from data to noisy scores -----------------------------------------------------------------------------------------
+def _in_units(smoothers: list[Smoother], input_scale: Any, parts: Parts) -> list[Smoother]:
+    """The smoothers with one unit per feature; a warning where features need some and have none."""
+    if input_scale is None:
+        first: Any = parts.data[0] if isinstance(parts.data, tuple) and len(parts.data) == 2 else None
+        if getattr(first, "ndim", 0) == 2 and smoothers[0].input_scale is None and smoothers[0].noise.certifies:
+            warn_of_units(torch.as_tensor(first))
+        return smoothers
+    if isinstance(input_scale, str):
+        if input_scale != "std":
+            raise InputError(f'expected input_scale="std" or one positive number per feature, got {input_scale!r}')
+        if (
+            not in_memory(parts.data) and parts.given is None
+        ):  # a loader may hold out other points when it is read again
+            raise InputError('input_scale="std" reads the holdout before the network does: give it as holdout=')
+        # On the holdout alone: units that calibration points had a say in would void their exchangeability with queries.
+        held = torch.cat([batch.images for role, batch in parts.batches(only_holdout=True) if role == "holdout"])
+        if held.ndim != 2 or len(held) < 2:
+            raise InputError(f"input_scale is for inputs [n, features] and a holdout of some, got {list(held.shape)}")
+        input_scale = held.double().std(dim=0).tolist()
+    return [smoother.under(smoother.noise, input_scale=input_scale) for smoother in smoothers]
 
 
-def chosen_rows(n: int, size: int | None, seed: int) -> Tensor:
-    """Which of n points are held out; that is no secret, only the noise is."""
-    size = min(500, n // 10) if size is None else size
-    if n == 0:
-        raise InputError("expected labelled points to calibrate on, got none")
-    if not 1 <= size < n:
-        raise InputError(
-            f"expected a holdout of 1 to {n - 1} of the {n} points, got {size}; give more data or holdout=(images, labels)"
-        )
-    return torch.randperm(n, generator=torch.Generator().manual_seed(seed % 2**63))[:size]
+def _labels(data: Any, task: Task, parts: Parts) -> Tensor | None:
+    """The classes of the calibration points, where they are known before the network runs."""
+    pair = isinstance(data, tuple) and len(data) == 2 and not isinstance(data[1], tuple)  # else two batches
+    if not (pair and task.classed):
+        return None
+    return task.check_truth(data[1], len(data[0]))[parts.calibrating].cpu()
 
 
-class _Parts:
-    """The data as (role, batch) pairs: holdout points and calibration points, disjoint, decided by position alone."""
-
-    def __init__(self, data: Any, holdout: Any, ids: Any, seed: int, needed: bool) -> None:
-        self.data, self.ids = data, ids
-        size = int(holdout) if isinstance(holdout, Integral) else None
-        self.given = None if holdout is None or size is not None else holdout
-        self.chosen = torch.zeros(0, dtype=torch.int64)
-        if self.given is None and needed:
-            n = length(data)
-            if n is None:
-                raise InputError("the data have no length, so no holdout can be drawn from them: give one as holdout=")
-            self.chosen = chosen_rows(n, size, seed)
-        self.rows = {"holdout": Rows(), "calibration": Rows()}
-        self.watched = self.given is not None
-        if self.given is not None and in_memory(data) and in_memory(self.given):  # no need to run the network first
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", KeepcoverWarning)  # of pixels: they come when the data are used
-                for role, source in (("holdout", self.given), ("calibration", data)):
-                    for batch in batches(source, labelled=True):
-                        self.rows[role].add(batch)
-            self._refuse_overlap()
-            self.watched = False
-
-    def _refuse_overlap(self) -> None:
-        shared = self.rows["calibration"].shared(self.rows["holdout"])
-        if shared:
-            raise InputError(
-                f"{shared} of the calibration points are in holdout= too: what is tuned on a point must not be calibrated on it, "
-                "or the promise is void. Split the data into disjoint parts (holdout=500 does it), and drop duplicates first"
-            )
-
-    def batches(self, only_holdout: bool = False) -> Iterator[tuple[str, Batch]]:
-        """Every batch once; what streams by is compared when all of it has passed."""
-        watched = self.watched and not only_holdout
-        for role, batch in self._batches(only_holdout):
-            if watched:
-                self.rows[role].add(batch)
-            yield role, batch
-        if watched:
-            self._refuse_overlap()
-
-    def _batches(self, only_holdout: bool) -> Iterator[tuple[str, Batch]]:
-        if self.given is not None:
-            for batch in batches(self.given, labelled=True):
-                yield "holdout", batch
-            if only_holdout:
-                return
-        position = 0
-        for batch in batches(self.data, self.ids, labelled=True):
-            held = torch.isin(torch.arange(position, position + len(batch)), self.chosen)
-            position += len(batch)
-            for role, mask in (("holdout", held), ("calibration", ~held)):
-                if mask.any() and not (only_holdout and role == "calibration"):
-                    yield role, batch if mask.all() else batch[mask.nonzero()[:, 0]]
-
-
-class Chunk(NamedTuple):
-    """Noisy outputs of some points in one role, whose name is that of their stream."""
-
-    stream: Stream
-    ids: Tensor
-    outputs: Tensor
-    truth: Any
-
-
-@dataclass(frozen=True)
-class Collected:
-    """What calibration keeps: the holdout's noisy outputs, and of calibration points the scores of what they must cover."""
-
-    holdout: Holdout | None
-    items: Items | None
-    task: Task
-    right: Tensor | None = None
-    inputs: InputRange | None = None
-    shape: tuple[int, ...] = ()
-    unknown: int = 0  # calibration points of classes that the model does not have
-
-
-def _run(smoother: Smoother, parts: _Parts, question: Question, seed: int, only_holdout: bool = False) -> Collected:
-    """One pass of the network over the data."""
-    streams = {role: Stream(seed, role) for role in ("holdout", "calibration")}
-    spans = {"holdout": range(question.holdout_draws), "calibration": range(question.calibration_draws)}
-    total = length(parts.data)
-    inputs: InputRange | None = None
-    shape: tuple[int, ...] = ()
-
-    def wanted() -> Iterator[tuple[Batch, range, Stream]]:
-        nonlocal inputs, shape
-        for role, batch in parts.batches(only_holdout):
-            here = InputRange.of(batch.images)
-            shape = here.shape or shape
-            inputs = here if inputs is None else inputs.union(here)
-            yield batch, spans[role], streams[role]
-
-    running = smoother.streams(wanted(), None if only_holdout else total)
-    chunks = (Chunk(stream, batch.ids, outputs, batch.labels) for batch, stream, outputs in running)
-    return replace(collect(chunks, question, total), inputs=inputs, shape=shape)
-
-
-def collect(chunks: Iterable[Chunk], question: Question, total: int | None) -> Collected:
-    """Read noisy outputs once and keep what calibration needs of them."""
-    items: list[Items] = []
-    values, held, right = Gathered(total), Gathered(), Gathered(total)
-    truths: list[Tensor] = []
-    u: list[Tensor] = []
-    task, warned, judged, unknown = question.task, False, False, 0
-    for stream, ids, outputs, given in chunks:
-        task = task.seen(outputs)
-        if not warned:
-            _warn_of_probabilities(outputs)
-            warned = True
-        known = task.check_truth(given, len(outputs))
-        truth = known.to(outputs.device, non_blocking=True)
-        good = task.right(outputs, truth)
-        if good is not None:
-            right.add(good)
-            judged = True
-        if stream.role == "holdout":
-            held.add(outputs)
-            truths.append(known.cpu())
-            u.append(task.uniform(stream, ids).cpu())
-            continue
-        own = task.items(outputs, truth, question.reading, task.uniform(stream, ids))
-        items.append(own)
-        unknown += int((known < 0).sum()) if task.open_labels else 0
-        values.add(own.draws.values)
-    holdout = Holdout(task, held.whole(), torch.cat(truths), torch.cat(u)) if truths else None
-    found = None
-    if items:
-        weights = [part.weight.cpu() for part in items if part.weight is not None]
-        draws = Draws(values.whole(), items[0].draws.unit)
-        found = Items(draws, sum(part.points for part in items), torch.cat(weights) if weights else None)
-    return Collected(holdout, found, task, right.whole() if judged else None, unknown=unknown)
-
-
-def _warn_of_probabilities(outputs: Tensor) -> None:
-    if outputs.ndim == 3 and bool(outputs.amin() >= 0) and bool(((outputs.sum(dim=-1) - 1).abs() < 1e-3).all()):
-        warnings.warn(
-            "the model seems to return probabilities where logits are expected, so its scores are squeezed together and sets "
-            "will be large; return logits, or the logarithm of the probabilities",
-            KeepcoverWarning,
-            stacklevel=4,
-        )
-
-
-def _expected_size(smoother: Smoother, parts: _Parts, question: Question, seed: int, shape: Any) -> float:
-    """Mean set size to expect over the levels asked for, from the holdout alone."""
-    collected = _run(smoother, parts, question, seed, only_holdout=True)
-    assert collected.holdout is not None
-    n = length(parts.data) or 10**6
-    question = replace(question, task=collected.task)
-    rules = [
-        question.method.fit(question.asked(level, smoother.noise, n, shape), collected.holdout)
-        for level in question.levels
-    ]
-    return sum(rule.estimated_size(collected.holdout) for rule in rules)
-
-
-# -- from noisy scores to a predictor ----------------------------------------------------------------------------------
-
-
-def conclude(question: Question, collected: Collected, noise: Noise, shape: Any) -> Predictor:
+def conclude(
+    question: Question, collected: Collected, noise: Noise, shape: Any, among: tuple[str, ...] = ()
+) -> Predictor:
     """Fit every level's rule on the holdout, then look at the calibration points once."""
     if collected.items is None:
         raise InputError("no calibration points are left after the holdout; give more data")
     items, question = collected.items, replace(question, task=collected.task)
-    if collected.right is not None and noise.certifies:
-        _warn_of_accuracy(float(collected.right.mean()), question.task.candidates or 2, noise)
+    question.promise.check(question.task)
     levels: dict[Level, Calibrated] = {}
     for level in question.levels:
-        asked = question.asked(level, noise, items.points, shape)
+        asked = question.asked(level, noise, items.points, shape).settled(collected.holdout)
         rule = question.method.fit(asked, collected.holdout)
         rule.guarantee(question.task)
-        own = rule.read(items)
-        levels[level] = Calibrated(rule, torch.tensor(rule.threshold(own), dtype=torch.float64))
-        _refuse_what_is_missed_anyway(levels[level], collected.unknown, items.points, level[0])
-        if levels[level].full:
-            warnings.warn(
-                f"{rule.name} at alpha {level[0]:g}, epsilon {level[1]:g} can only return everything here; "
-                f"{_advice(rule, own)}more calibration points, a larger sigma or a smaller epsilon may help",
-                KeepcoverWarning,
-                stacklevel=4,
-            )
+        levels[level] = calibrated(rule, items, collected.sample, collected.unknown)
     holdout = collected.holdout
-    return Predictor(
+    made = Predictor(
         question.task,
         levels,
-        _unordered(items),
+        items.unordered(),
         noise,
-        reference=None
-        if question.method.transform is None or holdout is None
-        else holdout.reference.sort().values.cpu(),
+        reference=holdout.reference.sort().values.cpu() if holdout and question.method.transform else None,
         holdout_size=0 if holdout is None else len(holdout),
         inputs=collected.inputs,
-        provenance=_provenance(),
+        accuracy=collected.accuracy,
+        among=among,
+        history=(entry("calibrate", items, collected.unknown, [0]),),
     )
+    if made.warning is not None:
+        warn(made.warning)
+    return made
+
+
+def calibrated(rule: Rule, items: Any, sample: Holdout | None, unknown: int) -> Calibrated:
+    """The thresholds that calibration points give a rule, ``unknown`` of them of classes that the model does not have."""
+    own = rule.read(items)
+    threshold, alpha = rule.threshold(own), rule.asked.alpha
+    made = Calibrated(rule, threshold, _size(rule, sample, threshold, items))
+    _refuse_what_is_missed_anyway(made, unknown, items.points, alpha)
+    if made.full:
+        warn(
+            f"{rule.name} at alpha {alpha:g}, epsilon {rule.asked.threat.epsilon:g} can only return everything here; "
+            f"{_advice(rule, own)}more calibration points, {rule.asked.threat.noise.weaker} or a smaller epsilon may help"
+        )
+    return made
 
 
 def _refuse_what_is_missed_anyway(calibrated: Calibrated, unknown: int, n: int, alpha: float) -> None:
     """A class that the model does not have is in no set: a threshold that counts its points as covered promises too much."""
     rule = calibrated.rule
     worst = torch.full((1, rule.test_draws), torch.inf if rule.reading.order else 1.0)
-    draws = Draws(
-        worst if rule.transform is None else rule.transform(worst),
-        unit=not rule.reading.order or rule.transform is not None,
-    )
+    draws = Draws(worst if rule.transform is None else rule.transform(worst))
     if unknown and bool((rule.test_statistic(draws, torch.zeros(1)) <= calibrated.threshold).any()):
         raise InputError(
             f"{unknown} of {n} calibration points have a label that the model does not know, and its sets miss every such query: "
@@ -521,40 +283,35 @@ def _refuse_what_is_missed_anyway(calibrated: Calibrated, unknown: int, n: int, 
         )
 
 
-def _advice(rule: Rule, items: Items) -> str:
+def _size(rule: Rule, sample: Holdout | None, threshold: Tensor, items: Items | Tally) -> float | None:
+    """Mean size to expect, with groups as frequent as among the calibration points."""
+    if sample is None:
+        return None
+    if items.group is None:
+        return float(rule.sizes(sample, threshold).mean())
+    shares = (items.group.bincount(items.count, minlength=len(threshold)) / items.points).tolist()
+    return sum(share * float(rule.sizes(sample, row).mean()) for share, row in zip(shares, threshold, strict=True))
+
+
+def _advice(rule: Rule, items: Items | Tally) -> str:
     """How many draws would help, where that can be told."""
-    if rule.method.compares_only:
-        return "more draws, "
+    if rule.method.compares_only or not isinstance(items, Items):
+        return "" if rule.asked.threat.noise.deterministic else "more draws, "
     draws = rule.enough_draws(items.first(rule.calibration_draws))
     return "more draws alone will not help: " if draws is None else f"it takes about draws={draws} to do better, or "
 
 
-def _unordered(items: Items) -> Items:
-    """In the order of their first draw: what is saved need not tell which point was which."""
-    order = items.draws.values[:, 0].argsort()
-    weight = None if items.weight is None else items.weight[order]
-    return Items(items.draws[order], items.points, weight)
+def entry(how: str, items: Items | Tally, unknown: int, of: Sequence[int]) -> dict[str, Any]:
+    """One line of a predictor's history: how, when and with what, which points came, and which batches thresholds come from."""
+    import keepcover
 
-
-def _warn_of_accuracy(accuracy: float, classes: int, noise: Noise) -> None:
-    if accuracy < 1 / classes + 0.1 * (1 - 1 / classes):  # a tenth of the way from guessing to perfect
-        warnings.warn(
-            f"the model is right on only {accuracy:.1%} of noisy draws under {noise}, so sets will be large; train or fine-tune "
-            "it under this noise, or choose less noise",
-            KeepcoverWarning,
-            stacklevel=4,
-        )
-
-
-@cache
-def _version() -> str:
-    try:
-        return importlib.metadata.version("keepcover")
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
-        return "unknown"
-
-
-def _provenance() -> dict[str, str]:
-    """When and with what a predictor was made."""
-    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"created": created, "keepcover": _version(), "torch": str(torch.__version__)}
+    return {
+        "how": how,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "keepcover": keepcover.__version__,
+        "torch": str(torch.__version__),
+        "points": items.points,
+        "unknown": unknown,
+        "scores": digest(items.scores),
+        "of": list(of),
+    }

@@ -19,7 +19,7 @@ def check_outputs(outputs: Any) -> Tensor:
         torch.Size([1, 1, 2])
     """
     try:
-        values = torch.as_tensor(outputs)
+        values = torch.as_tensor(outputs).detach()
     except (TypeError, ValueError, RuntimeError):
         raise InputError(f"expected noisy outputs as a tensor or array, got {type(outputs).__name__}") from None
     if values.ndim < 2 or not values.is_floating_point() or 0 in values.shape:

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from keepcover.engine.inputs import check_probabilities, check_table, extremes
 from keepcover.errors import InputError
+from keepcover.methods import SplitCP
 from keepcover.noise import Gaussian, Stream, fresh_seed
-from keepcover.prediction.calibration import Collected, Question, conclude, numbers
+from keepcover.prediction.calibration import conclude
+from keepcover.prediction.collecting import Collected
+from keepcover.prediction.question import Question, numbers
 from keepcover.scores import HPS, CustomScore, Score, as_logits, get_score
 from keepcover.tasks import Classification, PredictionSets
 
@@ -50,7 +53,7 @@ def split_conformal(
         >>> list(sets)
         [['cat'], ['cat', 'dog', 'fox']]
         >>> print(sets.guarantee)
-        With probability at least 90 %, the set contains the true label of a query that nobody has attacked (method cp, 19 calibration points); under attack cp promises nothing.
+        With probability at least 90 %, the set contains the true label of a query that is not attacked (method cp, 19 calibration points); under attack cp promises nothing.
 
         Logits enter as probabilities, or as scores that do not saturate:
 
@@ -81,7 +84,7 @@ def split_conformal(
         raise InputError(f"expected one number for alpha, got {alpha!r}")
     seed = fresh_seed() if seed is None else seed
     task = Classification(given, None if class_names is None else tuple(class_names)).seen(known[:, None])
-    question = Question.of(task, "cp", levels, 0.0, None, None, 1, 1)
+    question = Question(task, SplitCP(), ((levels[0], 0.0),))
     question.check(Gaussian(0.0), len(known), None)
     stream, truth = Stream(seed, "calibration"), task.check_truth(calibration[1], len(known)).to(known.device)
     items = task.items(known[:, None], truth, question.reading, task.uniform(stream, _positions(known)))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from keepcover.assumption import Assumption
 from keepcover.engine.arrivals import Gathered
 from keepcover.engine.fingerprint import Identity
-from keepcover.engine.inputs import Batch, InputRange, batches, check_ids, length, watched
+from keepcover.engine.inputs import Batch, InputRange, batches, check_ids, check_shape, in_order, length, watched
 from keepcover.engine.progress import Bar
 from keepcover.engine.smoother import Classifier, Smoother, numeric_options
 from keepcover.errors import InputError
@@ -22,23 +26,37 @@ from keepcover.methods import Rule
 from keepcover.methods.early_exit import Vote
 from keepcover.noise import Noise, Stream, fresh_seed
 from keepcover.prediction.outputs import check_outputs
-from keepcover.scores import Items, Reading
+from keepcover.prediction.question import Level
+from keepcover.prediction.report import Report, levels_table
+from keepcover.prediction.usefulness import Accuracy, warning
+from keepcover.promises import for_queries
+from keepcover.scores import Items, Reading, Tally
 from keepcover.scores.draws import pieces
 from keepcover.tasks import Task
 
-Level = tuple[float, float]  # (alpha, epsilon)
-DRAWN = (
+ELSEWHERE = "Look at the code that drew them; a store that keepcover filled keeps noise, model and data in its key."
+DRAWN = Assumption(
     "The noisy outputs of calibration points and queries, which came from elsewhere, were drawn under this noise, independently "
-    "over points and draws; those of a query are fresh and secret."
+    "over points and draws; those of a query are fresh and secret.",
+    "you",
+    ELSEWHERE,
+)
+ENUMERATED = Assumption(
+    "The outputs of calibration points and queries, which came from elsewhere, are those of every position, in their order.",
+    "you",
+    ELSEWHERE,
 )
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """One promise of a predictor: a rule and the threshold that its calibration gave, which broadcasts over candidates."""
+    """One promise of a predictor: a rule and the threshold that its calibration gave, which broadcasts over candidates; and
+    the mean size of sets on its holdout.
+    """
 
     rule: Rule
     threshold: Tensor
+    size: float | None = None
 
     @property
     def full(self) -> bool:
@@ -53,7 +71,7 @@ class Predictor:
     Attributes:
         task: what outputs mean and what a set is.
         levels: the promises, by (alpha, epsilon) in the order they were asked for.
-        items: the calibration points' noisy scores of what must not be missed.
+        items: the calibration points' noisy scores of what must not be missed, or what rules ask of them.
         smoother: the model under noise; None where only its noisy outputs are known.
         noise: what the outputs were drawn under.
         reference: the holdout scores that PTT ranks by; None without PTT.
@@ -61,12 +79,14 @@ class Predictor:
         holdout_size: points that were set aside for tuning.
         inputs: shape and range of the calibration inputs.
         numerics: what changes the function besides the weights.
-        provenance: when and with what it was made.
+        accuracy: of the model under noise and without, where the task knows what is right.
+        among: the noises that the holdout chose from, in words; empty where the user named one.
+        history: how, when and with what it was calibrated and renewed, one entry each; see :meth:`recalibrate`.
     """
 
     task: Task
     levels: dict[Level, Calibrated]
-    items: Items
+    items: Items | Tally
     noise: Noise
     smoother: Smoother | None = None
     reference: Tensor | None = None
@@ -74,7 +94,14 @@ class Predictor:
     holdout_size: int = 0
     inputs: InputRange | None = None
     numerics: dict[str, Any] = field(default_factory=dict)
-    provenance: dict[str, Any] = field(default_factory=dict)
+    accuracy: Accuracy | None = None
+    among: tuple[str, ...] = ()
+    history: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """The newest entry of the history: where the thresholds come from."""
+        return self.history[-1]
 
     # -- what is promised ------------------------------------------------------------------------------------------------
 
@@ -111,19 +138,48 @@ class Predictor:
     @property
     def guarantee(self) -> Guarantee:
         """The promise of the first level; see :meth:`at`."""
-        return self.promised(self.rule)
+        return self.promised(self._first)
 
-    def promised(self, rule: Rule) -> Guarantee:
+    def promised(self, calibrated: Calibrated) -> Guarantee:
         """What a rule promises on what this predictor was calibrated with."""
-        made = rule.guarantee(self.task)
+        made = calibrated.rule.guarantee(self.task, calibrated.threshold)
         # Where no input was ever seen, the outputs came from elsewhere.
-        outside = self.inputs is None and self.noise.certifies
-        return replace(made, assumed=(*made.assumed, DRAWN)) if outside else made
+        drawn = ENUMERATED if self.noise.deterministic else DRAWN
+        outside = (drawn,) if self.inputs is None and self.noise.certifies else ()
+        scale = self.numerics.get("input_scale")
+        if scale:
+            text = f"Noise and attack are measured in {len(scale)} units, one per feature: see input_scale."
+            how = "The file keeps the units, and every input is divided by them before noise is added."
+            outside += (Assumption(text, "library", how),)
+        if self.among:
+            text = f"The holdout alone chose {self.noise}, among {', '.join(self.among)}."
+            outside += (
+                Assumption(text, "library", "Calibration sets the holdout aside before it looks at any point."),
+            )
+        return replace(made, assumed=(*made.assumed, *outside))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of model, calibration scores, promises and thresholds: what an audit, a monitor and a ticket are about. A renewed
+        predictor has another.
+        """
+        model = None if self.identity is None else self.identity.fingerprint
+        levels = [[str(self.promised(one)), one.threshold.tolist()] for one in self.levels.values()]
+        batches = [entry["scores"] for entry in self.history]
+        return hashlib.sha256(json.dumps([model, batches, *levels]).encode()).hexdigest()
 
     @property
     def full(self) -> bool:
         """Whether every set of the first level holds everything."""
         return self._first.full
+
+    @property
+    def warning(self) -> str | None:
+        """Why sets may be of little use, in a sentence: what noise does to the model, and how large sets are; else None."""
+        if self.accuracy is None or not self.noise.certifies:
+            return None
+        sizes = [one.size for one in self.levels.values() if one.size is not None and not one.full]
+        return warning(self.noise, self.accuracy, max(sizes, default=None), self.task.candidates or 2)
 
     @property
     def draws(self) -> int:
@@ -141,6 +197,22 @@ class Predictor:
     def class_names(self) -> tuple[str, ...] | None:
         return getattr(self.task, "class_names", None)
 
+    def grouped(self, groups: Any, queries: Any, unknown: str = "error") -> Tensor | None:
+        """The groups of queries, or of so many, as the thresholds are numbered, where the promise is per group."""
+        clause = self.rule.asked.promise.groups
+        if clause is None:
+            if groups is not None:
+                raise InputError(
+                    "the promise is not per group; leave groups out, or calibrate with Promise(per=groups)"
+                )
+            return None
+        if groups is None:
+            raise InputError("the promise is per group, so every query says its group: give groups=, one per query")
+        codes, n = clause.encode(groups, unknown), in_order(queries)
+        if n is not None and len(codes) != n:
+            raise InputError(f"expected the groups of {n} queries, got {len(codes)}")
+        return codes
+
     # -- sets ------------------------------------------------------------------------------------------------------------
 
     def predict(
@@ -153,6 +225,8 @@ class Predictor:
         ids: Any = None,
         seed: int | None = None,
         early_exit: bool = False,
+        groups: Any = None,
+        unknown: str = "error",
     ) -> Any:
         """Sets for new inputs.
 
@@ -163,18 +237,33 @@ class Predictor:
             ids: integers that key each image's noise; positions by default.
             seed: for experiments only. Without it every call draws fresh noise from the operating system, which is what
                 the guarantee assumes: an attacker who can guess the noise is not covered.
-            early_exit: stop drawing for an image once every label is decided; the sets are those of full drawing. For
-                count rules (``exact``, ``exact_asymmetric``); ``draws_used`` of the result says what each image took.
+            early_exit: stop drawing for an image once every label is decided; the sets are those of full drawing. On a
+                GPU, where a stage has a cost of its own, two short measurements decide whether to stop at all. For count
+                rules (``exact``, ``exact_asymmetric``); ``draws_used`` of the result says what each image took.
+            groups: the group of every image, where the promise is per group.
+            unknown: ``error``, or ``widest``: an image of a group that calibration never saw gets the largest threshold
+                of all groups, without a promise.
         """
-        level = self._level(alpha, epsilon)
-        found, used = (self._early if early_exit else self._all)(images, self._wanted(level, nested), ids, seed)
+        if early_exit and not self.task.early:
+            raise InputError(
+                f"early exit decides a query label by label, and {self.task.name} has other sets; leave it out"
+            )
+        level, group = self._level(alpha, epsilon), self.grouped(groups, images, unknown)
+        found, used = (self._early if early_exit else self._all)(images, self._wanted(level, nested), ids, seed, group)
         return self.task.sets(reduce(self.task.union, found.values()), self.at(*level).guarantee, used)
 
     def predict_all(
-        self, images: Any, *, nested: bool = False, ids: Any = None, seed: int | None = None
+        self,
+        images: Any,
+        *,
+        nested: bool = False,
+        ids: Any = None,
+        seed: int | None = None,
+        groups: Any = None,
+        unknown: str = "error",
     ) -> dict[Level, Any]:
         """Sets for every (alpha, epsilon) from one pass of the network."""
-        found, _ = self._all(images, list(self.levels), ids, seed)
+        found, _ = self._all(images, list(self.levels), ids, seed, self.grouped(groups, images, unknown))
         return {
             level: self.task.sets(
                 reduce(self.task.union, (found[other] for other in self._wanted(level, nested))),
@@ -192,6 +281,8 @@ class Predictor:
         nested: bool = False,
         ids: Any = None,
         seed: int | None = None,
+        groups: Any = None,
+        unknown: str = "error",
     ) -> Any:
         """Sets from noisy outputs [n, N, ...] that were drawn elsewhere, under the noise that was calibrated: those that
         :meth:`predict` gives where the model returns these outputs.
@@ -200,24 +291,31 @@ class Predictor:
             outputs: at least as many draws as the predictor spends per query; the first of them are used.
             alpha, epsilon, nested: as for :meth:`predict`.
             ids, seed: key the random numbers of randomised scores and boundaries, as in :meth:`predict`.
+            groups, unknown: as for :meth:`predict`.
         """
         outputs, level, wanted = check_outputs(outputs), self._level(alpha, epsilon), self.draws
         if outputs.shape[1] < wanted:
             raise InputError(
                 f"expected at least {wanted} noisy outputs per query, as calibrated, got {outputs.shape[1]}; draw more"
             )
-        stream = Stream(fresh_seed() if seed is None else seed, "test")
+        stream = self._stream(seed)
         keys = torch.arange(len(outputs)) if ids is None else check_ids(ids, len(outputs))
-        found = self.decide(outputs[:, :wanted], keys, stream, self._wanted(level, nested))
+        group = self.grouped(groups, len(outputs), unknown)
+        found = self.decide(outputs[:, :wanted], keys, stream, self._wanted(level, nested), group)
         return self.task.sets(reduce(self.task.union, found.values()), self.at(*level).guarantee)
 
     def _wanted(self, level: Level, nested: bool) -> list[Level]:
         return [(a, e) for a, e in self.levels if a == level[0] and e <= level[1]] if nested else [level]
 
     def decide(
-        self, outputs: Tensor, ids: Tensor, stream: Stream, wanted: Sequence[Level] | None = None
+        self,
+        outputs: Tensor,
+        ids: Tensor,
+        stream: Stream,
+        wanted: Sequence[Level] | None = None,
+        group: Tensor | None = None,
     ) -> dict[Level, Tensor]:
-        """Sets as plain tensors, from noisy outputs [n, N, ...] of queries with these ids."""
+        """Sets as plain tensors, from noisy outputs [n, N, ...] of queries with these ids, of these groups (:meth:`grouped`)."""
         self.task.seen(outputs)
         levels, ids = list(self.levels) if wanted is None else list(wanted), ids.to(outputs.device)
         u = self.task.uniform(stream, ids)
@@ -225,17 +323,20 @@ class Predictor:
         v = stream.uniform(ids, "boundary") if randomized else torch.zeros_like(u)
         found: dict[Level, Tensor] = {}
         for part in pieces(outputs):
-            for level, inside in self._decide(outputs[part], u[part], v[part], levels).items():
+            own = None if group is None else group[part]
+            for level, inside in self._decide(outputs[part], u[part], v[part], levels, own).items():
                 if level not in found:
                     found[level] = inside.new_empty(len(outputs), *inside.shape[1:])
                 found[level][part] = inside
         return found
 
-    def _decide(self, outputs: Tensor, u: Tensor, v: Tensor, levels: Sequence[Level]) -> dict[Level, Tensor]:
+    def _decide(
+        self, outputs: Tensor, u: Tensor, v: Tensor, levels: Sequence[Level], group: Tensor | None
+    ) -> dict[Level, Tensor]:
         prepared: dict[Reading, Any] = {}
         found = {}
         for level in levels:
-            rule, threshold = self.levels[level].rule, self.levels[level].threshold
+            rule, threshold = self.levels[level].rule, for_queries(self.levels[level].threshold, group)
             if rule.reading not in prepared:
                 prepared[rule.reading] = self.task.prepare(outputs, rule.reading, u)
             found[level] = self.task.inside(self.task.summary(prepared[rule.reading], rule, v), rule, threshold)
@@ -267,61 +368,163 @@ class Predictor:
         if smoother.noise != self.noise:
             raise InputError(f"the outputs were drawn under {self.noise}, the smoother adds {smoother.noise}")
         if self.identity is None:  # calibrated on outputs: nothing is known of the model yet
-            identity = Identity.of(smoother, None, 0.0, 1.0, fingerprint)
+            identity = Identity.of(smoother, None, fingerprint)
             return replace(self, smoother=smoother, identity=identity, numerics=smoother.numerics)
         if smoother.numerics != own:
             raise InputError(f"expected the numerics of calibration, {own}, the smoother has {smoother.numerics}")
         self.identity.refuse_other(smoother, fingerprint)
         return replace(self, smoother=smoother)
 
-    def _checked(self, images: Any) -> Any:
+    def checked(self, images: Any) -> Any:
         """The images, each batch compared with what the predictor was calibrated on before the network sees it."""
-        if self.inputs is None:
-            return images
-        expected, largest = self.inputs, max(epsilon for _, epsilon in self.levels)
-        return watched(images, lambda batch: expected.check(batch, largest))
+        shape, largest = self.rule.asked.threat.shape, max(epsilon for _, epsilon in self.levels)
+        seen = self.inputs
+        if seen is not None:
+            return watched(images, lambda batch: seen.check(batch, largest))
+        return images if shape is None else watched(images, lambda batch: check_shape(shape, batch))
 
-    def _all(self, images: Any, wanted: list[Level], ids: Any, seed: int | None) -> tuple[dict[Level, Tensor], None]:
-        stream = Stream(fresh_seed() if seed is None else seed, "test")
+    def _stream(self, seed: int | None) -> Stream:
+        """The noise of queries: secret, unless a seed is given or there is nothing random to keep secret."""
+        return Stream(0 if self.noise.deterministic else fresh_seed(), "test") if seed is None else Stream(seed, "test")
+
+    def _known(self, images: Any, wanted: list[Level], ids: Any) -> tuple[dict[Level, Tensor], Tensor] | None:
+        """The sets and the draws they take where calibration has said that they hold everything; the inputs are checked."""
+        if self.task.everything(0) is None or not all(self.levels[level].full for level in wanted):
+            return None
+        n = sum(len(batch) for batch in batches(self.checked(images), ids))
+        inside = self.task.everything(n)
+        assert inside is not None
+        return dict.fromkeys(wanted, inside), torch.zeros(n, dtype=torch.int64)
+
+    def _all(
+        self, images: Any, wanted: list[Level], ids: Any, seed: int | None, group: Tensor | None
+    ) -> tuple[dict[Level, Tensor], None]:
+        if known := self._known(images, wanted, ids):
+            return known[0], None
+        stream = self._stream(seed)
         draws = max(self.levels[level].rule.test_draws for level in wanted)
-        found = {level: Gathered(length(images)) for level in wanted}
-        for batch, outputs in self.running.stream(self._checked(images), draws, stream, ids):
-            for level, inside in self.decide(outputs, batch.ids, stream, wanted).items():
+        found, at = {level: Gathered(length(images)) for level in wanted}, 0
+        for batch, outputs in self.running.stream(self.checked(images), draws, stream, ids):
+            own, at = _part(group, at, at + len(batch)), at + len(batch)
+            for level, inside in self.decide(outputs, batch.ids, stream, wanted, own).items():
                 found[level].add(inside)
+        _part(group, 0, at, whole=True)
         return {level: kept.whole() for level, kept in found.items()}, None
 
     def _early(
-        self, images: Any, wanted: list[Level], ids: Any, seed: int | None
+        self, images: Any, wanted: list[Level], ids: Any, seed: int | None, group: Tensor | None
     ) -> tuple[dict[Level, Tensor], Tensor]:
-        smoother, stream = self.running, Stream(fresh_seed() if seed is None else seed, "test")
-        vote = Vote.of(
-            *zip(*((self.levels[level].rule, self.levels[level].threshold) for level in wanted), strict=True)
-        )
-        total = length(images)
+        rules = [self.levels[level].rule for level in wanted]
+        vote = Vote.of(rules, [self.levels[level].threshold for level in wanted])
+        if known := self._known(images, wanted, ids):
+            return known
+        smoother, stream = self.running, self._stream(seed)
+        total, at = length(images), 0
+        # Elsewhere than on a CPU a stage has a cost of its own, which small networks do not win back: measured on the first batch.
+        gains = True if smoother.device.type == "cpu" else None
         found, used = {level: Gathered(total) for level in wanted}, Gathered(total)
         # Many images at a time: those still open after a stage must fill the next one's forward passes.
         together = max(256, 16 * smoother.most_rows // vote.stages[-1].stop)
         with Bar("smoothing", total, smoother.progress) as bar:
-            for batch in batches(self._checked(images), ids, size=together):
-                for level, inside in zip(
-                    wanted, self._voted(batch.to(smoother.device), vote, stream, used), strict=True
-                ):
+            for batch in batches(self.checked(images), ids, size=together):
+                own, at = _part(group, at, at + len(batch)), at + len(batch)
+                batch = batch.to(smoother.device)
+                here = vote if own is None else Vote.of(rules, [for_queries(t, own) for t in vote.thresholds])
+                gains = self._pays(batch, here, stream) if gains is None else gains
+                here = replace(here, staged=gains)
+                for level, inside in zip(wanted, self._voted(batch, here, stream, used), strict=True):
                     found[level].add(inside)
                 bar.advance(len(batch))
+        _part(group, 0, at, whole=True)
         return {level: kept.whole() for level, kept in found.items()}, used.whole()
 
-    def _voted(self, batch: Batch, vote: Vote, stream: Stream, used: Gathered) -> Iterator[Tensor]:
-        def exceeded(positions: Tensor, span: range) -> Tensor:
-            some = batch[positions]
-            outputs = self.running.logits(some.images, span, stream, some.ids)
-            self.task.seen(outputs)
-            u = self.task.uniform(stream, some.ids.to(outputs.device))
-            return vote.above(self.task.prepare(outputs, Reading(order=True), u), span)
+    def _pays(self, batch: Batch, vote: Vote, stream: Stream) -> bool:
+        """Whether early exit can be faster on this device, measured: one draw of one image, and some draws of some."""
+        some = torch.arange(min(len(batch), max(2, 1024 // self.draws)), device=batch.images.device)
 
+        def seconds(positions: Tensor, span: range) -> float:
+            took = []
+            for _ in range(3):
+                began = time.perf_counter()
+                int(self._exceeded(batch, vote, stream, positions, span).sum())  # waits for the device
+                took.append(time.perf_counter() - began)
+            return min(took)
+
+        fixed, more = seconds(some[:1], range(1)), seconds(some, range(self.draws))
+        return vote.pays(len(batch), fixed, max(0.0, more - fixed) / (len(some) * self.draws))
+
+    def _exceeded(self, batch: Batch, vote: Vote, stream: Stream, positions: Tensor, span: range) -> Tensor:
+        some = batch[positions]
+        outputs = self.running.logits(some.images, span, stream, some.ids)
+        self.task.seen(outputs)
+        u = self.task.uniform(stream, some.ids.to(outputs.device))
+        return vote.above(self.task.prepare(outputs, Reading(order=True), u), span, positions)
+
+    def _voted(self, batch: Batch, vote: Vote, stream: Stream, used: Gathered) -> Iterator[Tensor]:
         v = stream.uniform(batch.ids, "boundary")
+        exceeded = partial(self._exceeded, batch, vote, stream)
         decided, took = vote.run(torch.arange(len(batch), device=v.device), v, exceeded)
         used.add(took)
         yield from decided
+
+    # -- renewing --------------------------------------------------------------------------------------------------------
+
+    def recalibrate(
+        self,
+        data: Any,
+        *,
+        how: str = "replace",
+        window: int | None = None,
+        groups: Any = None,
+        ids: Any = None,
+        seed: int | None = None,
+        fingerprint: str | None = None,
+    ) -> Predictor:
+        """The same promises with thresholds from new points. Rule, transform, score and clusters stay as the first holdout
+        chose them; only the new points run through the network.
+
+        The next query must be exchangeable with all points that thresholds come from, and none of them may have been in the
+        holdout; ``Promise(delta=...)`` needs them independent and identically distributed. See the page on renewing.
+
+        Args:
+            data: new labelled inputs, as for :func:`calibrate`.
+            how: ``replace`` the calibration points, ``add`` to them, or keep a rolling ``window`` of batches.
+            window: with ``how="window"``: how many batches stay, the new one included. Every calibration is one batch.
+            groups: the group of every new point, where the promise is per group.
+            ids, seed: as for :func:`calibrate`.
+            fingerprint: the string given at calibration for a model that is not an ``nn.Module``.
+
+        Example:
+            >>> import keepcover
+            >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+            >>> images = torch.rand(600, 1, 2, 2)
+            >>> labels = model(images).argmax(dim=1)
+            >>> old = keepcover.calibrate(model, (images[:400], labels[:400]), epsilon=0.1, sigma=0.1, draws=4)
+            >>> new = old.recalibrate((images[400:], labels[400:]), how="add")
+            >>> old.guarantee.n, new.guarantee.n, [entry["how"] for entry in new.history]
+            (360, 560, ['calibrate', 'add'])
+        """
+        from keepcover.prediction.renewal import from_network
+
+        if self.identity is not None and (self.identity.structure is not None or fingerprint):
+            self.identity.refuse_other(self.running, fingerprint)  # it may have been trained since
+        return from_network(self, data, ids, how=how, window=window, groups=groups, seed=seed)
+
+    def recalibrate_outputs(
+        self,
+        outputs: Any,
+        truth: Any = None,
+        *,
+        how: str = "replace",
+        window: int | None = None,
+        groups: Any = None,
+        ids: Any = None,
+        seed: int | None = None,
+    ) -> Predictor:
+        """:meth:`recalibrate` from noisy outputs of new points, as for :func:`calibrate_outputs`."""
+        from keepcover.prediction.renewal import from_outputs
+
+        return from_outputs(self, outputs, truth, ids, how=how, window=window, groups=groups, seed=seed)
 
     def save(self, path: str | Path, *, fingerprint: str | None = None) -> None:
         """Write one safetensors file with everything but the model; see :func:`keepcover.load`.
@@ -332,9 +535,32 @@ class Predictor:
 
         save(self, path, fingerprint)
 
+    def report(self, path: str | Path | None = None) -> Report:
+        """Every promise, what it rests on and where it comes from: shown by a notebook, printed, or written as a page.
+
+        ``keepcover report`` adds coverage, sizes and examples on labelled data.
+        """
+        report = Report(self)
+        if path is not None:
+            report.write(path)
+        return report
+
+    def _repr_html_(self) -> str:
+        return levels_table(self)
+
     def __repr__(self) -> str:
         lines = [f"Predictor for {self.task.name}, score {self.task.score_name}, {self.draws} draws per query"]
         for level, calibrated in self.levels.items():
             state = "every set holds everything" if calibrated.full else "ready"
             lines.append(f"  {self.at(*level).guarantee}  [{state}]")
+        lines += [] if self.warning is None else [f"  Warning: {self.warning}"]
         return "\n".join(lines)
+
+
+def _part(group: Tensor | None, start: int, end: int, whole: bool = False) -> Tensor | None:
+    """The groups of the queries from ``start`` to ``end``, all there are where ``whole``: of a stream their number shows as it goes."""
+    if group is not None and (len(group) < end or (whole and len(group) != end)):
+        raise InputError(
+            f"expected one group per query, got {len(group)} groups for {end} queries{'' if whole else ' or more'}"
+        )
+    return None if group is None else group[start:end]

@@ -14,7 +14,8 @@ from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError
 from keepcover.noise import Noise, Stream
 from keepcover.prediction.outputs import check_outputs
-from keepcover.store import StoreReader
+from keepcover.store import LogitStore
+from keepcover.tasks.metrics import as_labels
 
 PIECE = 2**24  # outputs read together
 IN_MEMORY = 2**28  # outputs; scores of several kinds take a few times 4 bytes of each
@@ -51,23 +52,24 @@ class InMemory(Source):
     kept = True
 
     def __init__(self, outputs: Any, truth: Any, noise: Noise) -> None:
-        self.outputs, self.truth, self.noise = check_outputs(outputs), truth, noise
+        self.outputs, self.truth, self.noise = check_outputs(outputs), as_labels(truth), noise
         self.points, self.draws = self.outputs.shape[:2]
-        if len(truth) != self.points:
-            raise InputError(f"expected the truth of {self.points} points, got {len(truth)}")
+        found = len(self.truth) if self.truth.ndim else "one number"
+        if found != self.points:
+            raise InputError(f"expected the truth of {self.points} points, got {found}")
 
     def read(self, rows: Tensor) -> Iterator[Piece]:
         everything = len(rows) == self.points and torch.equal(rows, torch.arange(self.points))
         where = rows.to(self.outputs.device)
-        yield Piece(rows, self.outputs if everything else self.outputs[where], torch.as_tensor(self.truth)[rows])
+        yield Piece(rows, self.outputs if everything else self.outputs[where], self.truth[rows])
 
 
 class Stored(Source):
     """A store that is read in slices: memory does not grow with points x draws."""
 
-    def __init__(self, store: StoreReader, draws: int | None = None) -> None:
+    def __init__(self, store: LogitStore, draws: int | None = None) -> None:
         self.store, self.truth, self.noise = store, store.labels, store.key.added
-        self.points, self.draws = store.key.images, store.sound_draws if draws is None else draws
+        self.points, self.draws = store.key.images, store.checked_draws if draws is None else draws
 
     def read(self, rows: Tensor) -> Iterator[Piece]:
         step = max(1, PIECE // (self.draws * (self.store.classes or 1)))
@@ -106,11 +108,11 @@ class Network(Source):
 
 def source_of(outputs: Any, truth: Any, noise: Noise | None) -> Source:
     """Any outputs as a source; a store brings its truth and its noise, and stays on the disk where it is large."""
-    if truth is not None and isinstance(outputs, Source | StoreReader):
+    if truth is not None and isinstance(outputs, Source | LogitStore):
         raise InputError("a store brings the truth of its points along; leave truth out")
     if isinstance(outputs, Source):
         return outputs
-    if isinstance(outputs, StoreReader):
+    if isinstance(outputs, LogitStore):
         if noise is not None and noise != outputs.key.added:
             raise InputError(f"the store holds outputs under {outputs.key.added}, not {noise}")
         if outputs.key.images * outputs.draws * (outputs.classes or 0) > IN_MEMORY:

@@ -1,0 +1,345 @@
+"""``keepcover.check``: what a model can promise, from a small sample, before anything is paid for."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keepcover.bounds import exact_level
+from keepcover.engine.inputs import batches, length, take
+from keepcover.engine.progress import Bar
+from keepcover.engine.smoother import Classifier, Smoother
+from keepcover.errors import InputError
+from keepcover.methods import Exact, ExactAsymmetric, Holdout
+from keepcover.models.denoiser import Denoised, Denoiser, denoised
+from keepcover.noise import Gaussian, Stream, fresh_seed, get_norm
+from keepcover.prediction.choosing import matching_sigma, sigma_grid
+from keepcover.prediction.collecting import warn_of_probabilities
+from keepcover.prediction.question import DRAWS, Question, levels_of, numbers
+from keepcover.prediction.usefulness import Accuracy, wide
+from keepcover.promises import Promise, Sample
+from keepcover.scores import Score
+from keepcover.tasks import get_task
+
+LEAST = 20  # points: fewer say nothing
+RESAMPLED = 200  # bootstrap samples behind an interval
+SIDE = 16  # pixels of the smallest photograph
+WORTH = 0.95  # of the size alone: a denoiser that gives more is not worth its time
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One model at one sigma, on the sample.
+
+    Attributes:
+        denoised: whether the denoiser stands before the model.
+        sigma: of the noise.
+        accuracy: of one noisy draw.
+        size: mean certified size to expect, with the ends ``low`` and ``high`` of its 95 % bootstrap interval.
+        seconds: of one model evaluation.
+    """
+
+    denoised: bool
+    sigma: float
+    accuracy: float
+    size: float
+    low: float
+    high: float
+    seconds: float
+
+    def __str__(self) -> str:
+        name = "denoised" if self.denoised else "alone"
+        size = f"{self.size:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        return f"{self.sigma:<8g}{name:<10}{self.accuracy:>9.1%}{size:>24}{1000 * self.seconds:>12.3g} ms"
+
+
+@dataclass(frozen=True, repr=False)
+class Check:
+    """What :func:`check` found. Printed it is a table and a recommendation; :meth:`to_dict` is for JSON.
+
+    Attributes:
+        trials: every model at every sigma.
+        best: the trial that the recommendation is about.
+        clean: accuracy without noise.
+        useful: whether sets of that size are worth having; if not, the model should learn to work under noise.
+        points, classes, alpha, epsilon, draws: of the sample, of the model and of the question.
+        norm: in which epsilon is measured.
+        near: the sigma for fine-tuning, of those tried: networks that have learnt it do best near epsilon, as an L2 length.
+        calibration_draws: model evaluations per calibration point that :func:`keepcover.calibrate` will make.
+        note: why no denoiser was tried; empty where one was.
+        denoiser: the file of the one that was; None for the bundled one.
+        model, rest: the model and the other points, as the command line names them.
+        training: data to fine-tune it on, which are neither these points nor those.
+    """
+
+    trials: tuple[Trial, ...]
+    best: Trial
+    clean: float
+    useful: bool
+    points: int
+    classes: int
+    alpha: float
+    epsilon: float
+    draws: int
+    calibration_draws: int
+    norm: str
+    near: float
+    note: str = ""
+    denoiser: str | None = None
+    model: str = "MODEL"
+    rest: str = "--data DATA --part 4/4"
+    training: str = "--data DATA"
+
+    @property
+    def query(self) -> str:
+        """What a query costs."""
+        return f"{self.draws} model evaluations, {_seconds(self.draws * self.best.seconds)}"
+
+    def calibration(self, n: int = 1000) -> str:
+        """What calibrating on n points costs."""
+        count = n * (self.calibration_draws + 1)
+        return f"{count} model evaluations, {_seconds(count * self.best.seconds)}"
+
+    @property
+    def recommendation(self) -> str:
+        """Which sigma, denoiser or not, fine-tune or not, in a sentence."""
+        sets = f"about {self.best.size:.1f} of {self.classes} labels"
+        front = "with the denoiser before it" if self.best.denoised else "as it is"
+        if self.useful:
+            return f"Calibrate the model {front} at sigma {self.best.sigma:g}: sets will hold {sets}."
+        if not self.ruined:
+            return (
+                f"Train the model further with labels, or ask for a smaller epsilon: {front} its sets would hold {sets}, at sigma "
+                f"{self.best.sigma:g}, although noise takes little of its accuracy, which is {self.clean:.1%} without."
+            )
+        return (
+            f"Fine-tune the model under noise of sigma {self.near:g}, which takes images and no labels, and check it again: "
+            f"{front} its sets would hold {sets}, at sigma {self.best.sigma:g}."
+        )
+
+    @property
+    def ruined(self) -> bool:
+        """Whether noise of sigma :attr:`near` takes accuracy that is there without: fine-tuning without labels gives it back."""
+        alone = next(trial for trial in self.trials if trial.sigma == self.near and not trial.denoised)
+        return Accuracy(alone.accuracy, self.clean).lost(self.classes) and not Accuracy(self.clean).lost(self.classes)
+
+    @property
+    def python(self) -> str:
+        """The line that does it. The points that were checked may tune a rule, so they are its holdout, and others calibrate."""
+        if not self.useful:
+            labels = "" if self.ruined else "labels, "
+            return f"model = keepcover.training.fit_under_noise(model, images, {labels}sigma={self.near:g})"
+        own = "" if self.denoiser is None else f", {'denoiser' if self.denoiser == 'DENOISER' else repr(self.denoiser)}"
+        model = f"keepcover.denoised(model{own})" if self.best.denoised else "model"
+        ask = f"epsilon={self.epsilon!r}, sigma={self.best.sigma:g}, alpha={self.alpha:g}, draws={self.draws}"
+        ask += "" if self.norm == Gaussian.norms[0] else f", norm={self.norm!r}"
+        return f"predictor = keepcover.calibrate({model}, others, {ask}, holdout=checked)"
+
+    @property
+    def command(self) -> str:
+        """The same on the command line."""
+        model, rest = self.model, self.rest
+        if not self.useful:
+            network = re.sub(r"^denoised(@[^:]*)?:", "", model)  # its weights alone are what training writes
+            tune = (
+                f"keepcover train base --model {network} {self.training} --sigma {self.near:g} --out tuned.safetensors"
+            )
+            return f"{tune}  # a built-in model; others in Python"
+        front = "denoised" if self.denoiser is None else shlex.quote(f"denoised@{self.denoiser}")
+        model = f"{front}:{model}" if self.best.denoised else model
+        ask = f"--epsilon {self.epsilon!r} --sigma {self.best.sigma:g} --alpha {self.alpha:g} --draws {self.draws}"
+        ask += "" if self.norm == Gaussian.norms[0] else f" --norm {self.norm}"
+        return f"keepcover calibrate --model {model} {rest} {ask} --out predictor.safetensors"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers and the words, for JSON."""
+        words = {"recommendation": self.recommendation, "python": self.python, "command": self.command}
+        cost = {"query": self.query, "calibration of 1000 points": self.calibration()}
+        return {**asdict(self), **words, "cost": cost}
+
+    def __repr__(self) -> str:
+        head = f"{'sigma':<8}{'model':<10}{'accuracy':>9}{'size of ' + str(self.classes):>24}{'evaluation':>15}"
+        return "\n".join(
+            [
+                f"{self.points} points, {get_norm(self.norm).reach(self.epsilon)}, alpha {self.alpha:g}, {self.draws} draws per query; "
+                f"accuracy without noise {self.clean:.1%}",
+                head,
+                *map(str, self.trials),
+                *([f"No denoiser was tried: {self.note}."] if self.note else []),
+                "Accuracy of one noisy draw; certified size with a 95 % bootstrap interval.",
+                f"Calibration on 1000 points: {self.calibration()}. A query: {self.query}.",
+                self.recommendation,
+                f"    {self.python}",
+                f"    {self.command}",
+            ]
+        )
+
+
+def check(
+    model: Classifier | Smoother,
+    data: Any,
+    *,
+    epsilon: float,
+    sigma: float | Sequence[float] | None = None,
+    norm: str | None = None,
+    alpha: float = 0.1,
+    draws: int = DRAWS,
+    score: str | Score | Callable[..., Tensor] | None = None,
+    denoiser: Denoiser | str | None = None,
+    points: int = 200,
+    seed: int | None = None,
+) -> Check:
+    """What to expect of a model under noise: accuracy, certified set size and cost at several sigmas, and what to do.
+
+    Sizes are those of ``exact`` with as many calibration draws as draws, fitted to the sample; a calibrated predictor, with
+    more draws per calibration point, does a little better. What is chosen from these points depends on them: give
+    points that will not calibrate, and use them afterwards as ``holdout=``.
+
+    Args:
+        model: ``images -> logits``, or a :class:`keepcover.Smoother` around it, which brings batch size, device and numerics.
+        data: labelled images in [0, 1], of which ``points`` are looked at.
+        epsilon: radius of the attack.
+        sigma: one or several to try; a half, one, two and four times epsilon, as an L2 length, by default.
+        norm: in which epsilon is measured: ``l2``, ``l1`` or ``linf``. For other noise than Gaussian see :func:`keepcover.calibrate`.
+        alpha, draws, score: as for :func:`keepcover.calibrate`.
+        denoiser: what to try before the model where inputs are images; the bundled one by default.
+        points: how many to look at, at random.
+        seed: reproducible noise, for experiments.
+
+    Example:
+        >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+        >>> images = torch.rand(100, 1, 2, 2)
+        >>> found = check(model, (images, model(images).argmax(dim=1)), epsilon=0.05, sigma=0.1, draws=2, points=50)
+        >>> len(found.trials), found.points
+        (1, 50)
+    """
+    smoother = model if isinstance(model, Smoother) else Smoother(model, 0.0)
+    images, labels = _sample(data, points)
+    question = Question(get_task("classification", score=score), Exact(), levels_of(alpha, epsilon), norm, draws=draws)
+    least = max(LEAST, Promise().points_needed(exact_level(alpha)))
+    if len(images) < least:
+        raise InputError(
+            f"expected at least {least} labelled points to look at for alpha = {alpha:g}, got {len(images)}; give more data and "
+            "points, or raise alpha"
+        )
+    norm, shape = Gaussian(1.0).check_norm(norm), tuple(images.shape[1:])
+    sigmas = sigma_grid([epsilon], norm, shape)[::2] if sigma is None else numbers(sigma, "sigma")
+    if min(sigmas) <= 0:
+        raise InputError(f"expected sigmas above 0, since noise is what certifies, got {min(sigmas):g}")
+    matching = matching_sigma(epsilon, norm, shape)
+    stream = Stream(fresh_seed() if seed is None else seed, "holdout")
+    clean = smoother.under(Gaussian(0.0)).clean(images)
+    warn_of_probabilities(clean[:, None])
+    task = question.task.seen(clean[:, None])
+    truth = task.check_truth(labels, len(images))
+    right = task.right(clean[:, None].cpu(), truth)
+    assert right is not None
+    wanted = [(False, smoother, one) for one in sigmas]
+    before, note = _denoised(smoother, images, denoiser)
+    if before is not None:
+        low, high = before.model.denoiser.sigmas  # type: ignore[union-attr]
+        wanted += [(True, before, one) for one in sigmas if low <= one <= high]
+    question = replace(question, task=task)
+    trials: list[Trial] = []
+    with Bar("checking", len(wanted), smoother.progress) as bar:
+        for one in wanted:
+            trials.append(_trial(*one, images, truth, question, stream))
+            bar.advance()
+    alone, helped = (
+        min((t for t in trials if t.denoised is which), key=lambda t: t.size, default=None) for which in (False, True)
+    )
+    assert alone is not None
+    best = alone if helped is None or helped.size > WORTH * alone.size else helped
+    accuracy, classes = Accuracy(best.accuracy, float(right.mean())), clean.shape[1]
+    return Check(
+        tuple(trials),
+        best,
+        float(right.mean()),
+        not (accuracy.lost(classes) or wide(best.size, classes)),
+        len(images),
+        classes,
+        alpha,
+        epsilon,
+        draws,
+        ExactAsymmetric().usual_calibration_draws(draws),
+        norm,
+        min(sigmas, key=lambda one: abs(one - matching)),
+        note,
+        None if denoiser is None else "DENOISER" if isinstance(denoiser, Denoiser) else str(denoiser),
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+
+
+def _sample(data: Any, points: int) -> tuple[Tensor, Tensor]:
+    """Some labelled points, at random where that is possible: the first of a loader."""
+    n = length(data)
+    try:
+        order = torch.randperm(n or 0, generator=torch.Generator().manual_seed(0))
+        data = data if n is None else take(data, order[:points].sort().values)
+    except InputError:
+        pass  # read in its own order
+    images: list[Tensor] = []
+    labels: list[Tensor] = []
+    for batch in batches(data, labelled=True):
+        assert batch.labels is not None
+        images.append(batch.images)
+        labels.append(batch.labels)
+        if sum(map(len, images)) >= points:
+            break
+    return torch.cat(images)[:points], torch.cat(labels)[:points]
+
+
+def _denoised(smoother: Smoother, images: Tensor, denoiser: Any) -> tuple[Smoother | None, str]:
+    """The model behind a denoiser, where that makes sense, and else why it does not."""
+    model = smoother.model
+    if not isinstance(model, nn.Module):
+        return None, "the model is no torch module"
+    if any(isinstance(part, Denoised | Denoiser) for part in model.modules()):
+        return None, "the model denoises already"
+    if images.ndim != 4 or images.shape[1] not in (1, 3):
+        return None, "inputs are no images of 1 or 3 channels"
+    if denoiser is None and min(images.shape[2:]) < SIDE:
+        return None, f"the bundled one is for photographs, and images of less than {SIDE} pixels a side are none"
+    try:
+        return smoother.under(Gaussian(0.0), denoised(model, denoiser)), ""
+    except InputError as error:
+        if denoiser is not None:
+            raise
+        return None, str(error)
+
+
+def _trial(
+    front: bool, smoother: Smoother, sigma: float, images: Tensor, truth: Tensor, question: Question, stream: Stream
+) -> Trial:
+    """One model at one sigma: its accuracy, the size to expect and the time it takes."""
+    noisy, draws, task, m = smoother.under(Gaussian(sigma)), question.draws, question.task, len(images)
+    noisy.logits(images[:2], 1, stream)  # what the first call takes is paid once
+    start = time.perf_counter()
+    outputs = noisy.logits(images, draws, stream).cpu()
+    seconds = (time.perf_counter() - start) / (m * draws)
+    right = task.right(outputs, truth)
+    assert right is not None
+    holdout = Holdout(task, outputs, truth, task.uniform(stream, torch.arange(m)))
+    rule = question.method.fit(question.asked(question.levels[0], noisy.noise, m, tuple(images.shape[1:])), holdout)
+    statistic = rule.statistic(holdout.items(rule.reading).draws)
+    summary = task.summary(task.prepare(outputs, rule.reading, holdout.u), rule, torch.zeros(m))
+
+    def size(rows: Tensor) -> float:
+        """On these points, calibrated on them."""
+        threshold = torch.tensor(rule.threshold_of(Sample(statistic[rows])), dtype=torch.float64)
+        return float(task.sizes(task.inside(summary[rows], rule, threshold)).double().mean())
+
+    generator = torch.Generator().manual_seed(0)
+    again = torch.tensor([size(torch.randint(m, (m,), generator=generator)) for _ in range(RESAMPLED)])
+    low, high = again.quantile(torch.tensor([0.025, 0.975])).tolist()
+    return Trial(front, sigma, float(right.mean()), size(torch.arange(m)), low, high, seconds)
