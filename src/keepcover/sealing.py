@@ -12,42 +12,45 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load as parse
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-JSON_MARK = b'"checksum": "'
-HEADER_MARK = rb"\"checksum\": \""  # the same inside a string of a safetensors header
-CHECKSUM = "0" * 64  # what stands for the checksum until it is known
-_ZEROS = CHECKSUM.encode()
+MARK = rb"\"checksum\": \""  # as it stands inside a string of a safetensors header
+ZEROS = "0" * 64  # what stands for the checksum until it is known
+
+
+# What reading a file that is not as it was written may raise.
+UNREADABLE = (SafetensorError, OSError, ValueError)
 
 
 class DamagedError(ValueError):
     """A file that is not as it was written; the text says how."""
 
 
-def seal(content: bytes, mark: bytes) -> bytes:
-    """``content`` with its SHA-256 in place of the 64 zeros that follow ``mark`` in it.
+def seal(content: bytes) -> bytes:
+    """``content`` with its SHA-256 in place of the 64 zeros that follow the mark in it.
 
     Example:
-        >>> checksum(seal(b'{"checksum": "' + b"0" * 64 + b'"}', JSON_MARK), JSON_MARK)[:8]
-        '6afc7a99'
+        >>> check_seal(seal(MARK + ZEROS.encode()))
+        >>> check_seal(seal(MARK + ZEROS.encode()) + b"!")
+        Traceback (most recent call last):
+        keepcover.sealing.DamagedError: it does not match its checksum
     """
-    at = content.index(mark + _ZEROS) + len(mark)
+    at = content.index(MARK + ZEROS.encode()) + len(MARK)
     return content[:at] + hashlib.sha256(content).hexdigest().encode() + content[at + 64 :]
 
 
-def checksum(content: bytes, mark: bytes) -> str:
-    """The checksum that sealed content carries, if it is right; :class:`DamagedError` if it is not."""
-    found = re.search(re.escape(mark) + rb"([0-9a-f]{64})", content)
+def check_seal(content: bytes) -> None:
+    """:class:`DamagedError` unless sealed content is as it was."""
+    found = re.search(re.escape(MARK) + rb"([0-9a-f]{64})", content)
     if found is None:
         raise DamagedError("it carries no checksum")
-    digest = hashlib.sha256(content[: found.start(1)])
-    digest.update(_ZEROS)
+    digest = hashlib.sha256(content[: found.start(1)] + ZEROS.encode())
     digest.update(memoryview(content)[found.end(1) :])
     if digest.hexdigest().encode() != found[1]:
         raise DamagedError("it does not match its checksum")
-    return found[1].decode()
 
 
 def pack(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
@@ -56,12 +59,12 @@ def pack(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
     One entry: safetensors writes several in no particular order, and equal contents must be equal files.
     """
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    text = json.dumps({**about, "checksum": CHECKSUM}, sort_keys=True)
-    return seal(serialize(plain, {"keepcover": text}), HEADER_MARK)
+    text = json.dumps({**about, "checksum": ZEROS}, sort_keys=True)
+    return seal(serialize(plain, {"keepcover": text}))
 
 
 def unpack(path: Path, sealed: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What :func:`pack` was given; a SafetensorError, an OSError or a ValueError where the file is not as it was written.
+    """What :func:`pack` was given; one of :data:`UNREADABLE` where the file is not as it was written.
 
     Args:
         path: the file.
@@ -70,7 +73,7 @@ def unpack(path: Path, sealed: bool = True) -> tuple[dict[str, Tensor], dict[str
     content = path.read_bytes()
     about = description(content)
     if sealed or "checksum" in about:
-        checksum(content, HEADER_MARK)
+        check_seal(content)
     return parse(content), about
 
 

@@ -1,4 +1,4 @@
-"""The explorer: a local page on which people look at the guarantee. Needs the extra ``explore``.
+"""The explorer: a local page that shows the guarantee. Needs the extra ``explore``.
 
 subject (a model, its noise, data) -> lineup (methods, calibrated as they are asked for) -> looks, attacks, curves -> page
 """

@@ -1,32 +1,38 @@
-"""The FastAPI application: one page, its files, and the few questions it asks."""
+"""The FastAPI application, one page, its files and the few questions it asks; and uvicorn around it."""
 
 from __future__ import annotations
 
+import inspect
+import ipaddress
 import logging
-from collections.abc import AsyncIterator
+import threading
+import time
+import webbrowser
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, create_model
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
+from starlette.datastructures import MutableHeaders, UploadFile
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keepcover.errors import InputError
 from keepcover.explore.answers import Explorer
-from keepcover.explore.images import png
-from keepcover.web.bodies import BodyLimit, form_of, media_type
+from keepcover.pages.plots import pixels
+from keepcover.web.bodies import form_of, json_of, media_type
 from keepcover.web.problems import Problem, invalid
-from keepcover.web.server import bare_app
+from keepcover.web.server import BACKLOG, Announcing, Protocol, bare_app, bind
 
 STATIC = Path(__file__).parent / "static"
 MAX_BODY, MAX_BODIES, BODY_TIMEOUT = 2**23, 2**26, 30.0
 MAX_QUESTION = 2**12
+TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     # Nothing from elsewhere, and no page elsewhere around it.
@@ -37,32 +43,6 @@ HEADERS = {
 log = logging.getLogger("keepcover.explore")
 
 
-class Question(BaseModel):
-    """What the controls say."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    alpha: float
-    draws: int
-
-
-class SetsQuestion(Question):
-    image: str
-
-
-class Levels(Question):
-    epsilon: float = Field(ge=0, allow_inf_nan=False)
-
-
-class AttackQuestion(Levels):
-    image: str
-    label: int | None = None
-
-
-class FindQuestion(Levels):
-    after: int = -1
-
-
 class Guard:
     """ASGI middleware: sends the headers above, and refuses what another site's page asks, by its origin or its name."""
 
@@ -71,8 +51,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+            return await self.app(scope, receive, send)
         given = {name: value.decode("latin-1") for name, value in scope["headers"]}
         origin, host = given.get(b"origin"), given.get(b"host", "")
         elsewhere = origin is not None and _part(origin, "netloc") != host
@@ -81,13 +60,11 @@ class Guard:
         elsewhere |= site not in ("none", "same-origin") and scope["path"] != "/"
         if elsewhere or (self.hosts is not None and _part(f"//{host}", "hostname") not in self.hosts):
             refusal = Problem("bad_request", "requests from pages of other sites are not answered")
-            await refusal.response()(scope, receive, send)
-            return
+            return await refusal.response()(scope, receive, send)
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                message["headers"] = [*message["headers"], *extra]
+                MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
         await self.app(scope, receive, with_headers)
@@ -113,15 +90,15 @@ def create_app(explorer: Explorer, hosts: tuple[str, ...] | None = LOOPBACK) -> 
         yield
         explorer.curves.stop()
 
-    app = bare_app("keepcover explorer", lifespan)
-    app.add_middleware(BodyLimit, max_body=MAX_BODY, max_bodies=MAX_BODIES, timeout=BODY_TIMEOUT)
+    limits = {"max_body": MAX_BODY, "max_bodies": MAX_BODIES, "body_timeout": BODY_TIMEOUT}
+    app = bare_app("keepcover explorer", lifespan, _refuse, **limits)
     app.add_middleware(Guard, hosts=hosts)
-    app.add_exception_handler(Problem, _refuse)
     app.add_exception_handler(InputError, _refuse)
-    app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(Exception, _fail)
-    _pages(app)
-    _questions(app, explorer)
+    _routes(app, explorer)
+    answers = {"sets": explorer.sets, "curves": explorer.curves.ask, "attack": explorer.attack, "find": explorer.find}
+    for name, answer in answers.items():
+        _question(app, explorer, name, answer)
     return app
 
 
@@ -133,8 +110,29 @@ async def _fail(_: Request, error: Exception) -> Response:
     return Problem("internal", f"something went wrong here ({type(error).__name__}); the terminal says more").response()
 
 
-def _pages(app: FastAPI) -> None:
-    files = {f"/{path.name}": path for path in STATIC.iterdir() if path.suffix in (".css", ".js", ".svg")}
+def _answer(value: Any) -> Response:
+    return JSONResponse(value, headers={"cache-control": "no-store"})
+
+
+def _question(app: FastAPI, explorer: Explorer, path: str, answer: Callable[..., dict[str, Any]]) -> None:
+    """A POST, because answers may start a computation and stop another: no address that a link could hold. The fields of a
+    question are the parameters of what answers it.
+    """
+    fields: dict[str, Any] = {
+        name: (one.annotation, ... if one.default is one.empty else one.default)
+        for name, one in inspect.signature(answer, eval_str=True).parameters.items()
+    }
+    model = create_model("Question", __config__=ConfigDict(extra="forbid", strict=True), **fields)
+
+    @app.post(f"/api/{path}")
+    async def question(request: Request) -> Response:
+        asked = (await json_of(request, model, MAX_QUESTION)).model_dump()
+        explorer.check(asked)
+        return _answer(await run_in_threadpool(answer, **asked))
+
+
+def _routes(app: FastAPI, explorer: Explorer) -> None:
+    files = {path.name: path for path in STATIC.iterdir() if path.suffix in TYPES}
 
     @app.get("/")
     async def page() -> Response:
@@ -142,55 +140,23 @@ def _pages(app: FastAPI) -> None:
 
     @app.get("/static/{name}")
     async def file(name: str) -> Response:
-        path = files.get(f"/{name}")
-        if path is None:
+        if name not in files:
             raise Problem("not_found", "no such file")
-        kind = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}[path.suffix]
-        return FileResponse(path, media_type=kind, headers={"cache-control": "no-cache"})
+        kind = TYPES[files[name].suffix]
+        return FileResponse(files[name], media_type=kind, headers={"cache-control": "no-cache"})
 
-
-def _answer(value: Any) -> Response:
-    return JSONResponse(value, headers={"cache-control": "no-store"})
-
-
-async def _question(request: Request, model: type[Question]) -> Any:
-    if media_type(request) != "application/json":
-        raise Problem("unsupported_media_type", "expected content type application/json")
-    asked = await request.body()
-    if len(asked) > MAX_QUESTION:
-        raise Problem("body_too_large", f"the question exceeds {MAX_QUESTION} bytes")
-    try:
-        return model.model_validate_json(asked)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        if first["type"] == "json_invalid":
-            raise Problem("bad_request", "expected a JSON object") from None
-        raise invalid(f"{'.'.join(map(str, first['loc']))[:80]!r}: {first['msg']}") from None
-
-
-def _questions(app: FastAPI, explorer: Explorer) -> None:
     @app.get("/api/subject")
     async def subject() -> Response:
         return _answer(await run_in_threadpool(explorer.describe))
 
     @app.get("/api/images/{name}.png")
     async def image(name: str) -> Response:
-        content = png(explorer.images.get(name).pixels[0])
+        content = pixels(explorer.images.get(name).pixels[0])
         return Response(content, media_type="image/png", headers={"cache-control": "max-age=300"})
-
-    @app.post("/api/sets")
-    async def sets(request: Request) -> Response:
-        asked = await _question(request, SetsQuestion)
-        return _answer(await run_in_threadpool(explorer.sets, asked.image, *explorer.check(asked.alpha, asked.draws)))
 
     @app.get("/api/progress")
     async def progress() -> Response:
         return _answer(explorer.lineup.progress)
-
-    @app.post("/api/curves")  # it starts a computation and stops another: no address that a link could hold
-    async def curves(request: Request) -> Response:
-        asked = await _question(request, Question)
-        return _answer(explorer.curves.ask(*explorer.check(asked.alpha, asked.draws)))
 
     @app.post("/api/uploads")
     async def upload(request: Request) -> Response:
@@ -203,14 +169,54 @@ def _questions(app: FastAPI, explorer: Explorer) -> None:
             content = await file.read()
         return _answer(await run_in_threadpool(explorer.upload, content, invert == "yes"))
 
-    @app.post("/api/attack")
-    async def attack(request: Request) -> Response:
-        asked = await _question(request, AttackQuestion)
-        levels = (*explorer.check(asked.alpha, asked.draws), explorer.check_epsilon(asked.epsilon))
-        return _answer(await run_in_threadpool(explorer.attack, asked.image, asked.label, *levels))
 
-    @app.post("/api/find")
-    async def find(request: Request) -> Response:
-        asked = await _question(request, FindQuestion)
-        levels = (*explorer.check(asked.alpha, asked.draws), explorer.check_epsilon(asked.epsilon))
-        return _answer(await run_in_threadpool(explorer.find, *levels, asked.after))
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+def run(
+    explorer: Explorer,
+    *,
+    tell: Callable[[str], None],
+    host: str = "127.0.0.1",
+    port: int = 7860,
+    open_page: bool = True,
+) -> None:
+    """Show the page until interrupted. Port 0 takes a free one; ``tell`` is told the address once it answers."""
+    with bind(host, port) as listener:
+        bound, number = listener.getsockname()[:2]
+        local = ipaddress.ip_address(bound).is_loopback
+        name = f"[{bound}]" if ":" in bound else bound
+        if not local:
+            log.warning("open to the network on %s: every machine that reaches this port can use the model", name)
+        address = f"http://{'127.0.0.1' if bound == '0.0.0.0' else name}:{number}/"
+        app = create_app(explorer, LOOPBACK if local else None)
+        config = uvicorn.Config(
+            app, http=Protocol, log_level="warning", access_log=False, server_header=False, ws="none", backlog=BACKLOG
+        )
+        server = Announcing(config, lambda: _announce(address, open_page, tell))
+        if explorer.subject.cheap:
+            threading.Thread(target=_warm, args=(explorer, server), daemon=True).start()
+        server.run(sockets=[listener])
+
+
+def _announce(address: str, open_page: bool, tell: Callable[[str], None]) -> None:
+    tell(address)
+    if open_page:
+        threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+
+
+def _warm(explorer: Explorer, server: uvicorn.Server) -> None:
+    """Calibrate what the controls offer before it is asked for: the usual alpha first, cheap draws first."""
+    lineup = explorer.lineup
+    usual = lineup.default[0]
+    for alpha in sorted(lineup.alphas, key=lambda a: a != usual):
+        for draws in lineup.draws:
+            for contender in lineup.contenders:
+                while explorer.curves.busy and not server.should_exit:  # the page waits for those
+                    time.sleep(0.5)
+                if server.should_exit:
+                    return
+                try:
+                    lineup.predictor(contender.key, alpha, draws)
+                except InputError:
+                    return  # the page will say it when it asks

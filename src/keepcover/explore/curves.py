@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +12,7 @@ from torch import Tensor
 from keepcover.errors import InputError
 from keepcover.explore.attacking import craft
 from keepcover.explore.lineup import Lineup
-from keepcover.explore.look import nested, own_sets
-from keepcover.tasks import Evaluation
+from keepcover.noise import get_norm
 from keepcover.tasks.metrics import measure
 
 ATTACKED, RADII, CHUNK = 200, 4, 16
@@ -33,10 +31,10 @@ class Job:
     stage: str = "waiting"
     done: int = 0
     total: int = 1
-    running: bool = True
     so_far: dict[str, Any] = field(default_factory=dict)  # the curves as far as they are known
     error: str | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
 
     def step(self, count: int = 1) -> None:
         self.done += count
@@ -67,7 +65,8 @@ class Curves:
                 if job is not None:
                     job.cancelled.set()
                 job = self._job = Job(alpha, draws)
-                threading.Thread(target=self._run, args=(job,), daemon=True).start()
+                job.thread = threading.Thread(target=self._run, args=(job,), daemon=True)
+                job.thread.start()
             if job.error is not None:
                 self._job = None  # asking again tries again
                 return {"state": "failed", "message": job.error}
@@ -76,9 +75,8 @@ class Curves:
     @property
     def busy(self) -> bool:
         """Whether something is being computed."""
-        with self._lock:
-            job = self._job
-            return job is not None and job.running
+        job = self._job
+        return job is not None and job.thread is not None and job.thread.is_alive()
 
     def stop(self) -> None:
         with self._lock:
@@ -87,7 +85,7 @@ class Curves:
 
     def _run(self, job: Job) -> None:
         try:
-            compute(self.lineup, job, self.images, self.radii, self._attacked)
+            self.compute(job)
             with self._lock:
                 self._done[job.alpha, job.draws] = job.so_far
         except Stopped:
@@ -97,8 +95,52 @@ class Curves:
         except Exception as error:  # a model of the user's may raise anything; the page must hear of it
             job.error = f"the computation failed ({type(error).__name__})"
             raise
-        finally:
-            job.running = False
+
+    def compute(self, job: Job) -> None:
+        """Mean size and coverage of every method at every epsilon, clean and attacked with radius epsilon.
+
+        What is known is in ``job.so_far`` at once: methods one by one, then the attacked radii.
+        """
+        lineup, images, radii = self.lineup, self.images, self.radii
+        gallery = lineup.subject.gallery
+        kinds = ("plain", "smoothed") if lineup.subject.noise.certifies else ("plain",)
+        attacks = len(radii) * len(kinds) * images
+        job.total = len(lineup.contenders) * (len(gallery) + attacks) + attacks
+        rows: dict[str, dict[str, Any]] = {}
+
+        def publish() -> None:
+            methods = {key: {**row, "attacked": list(row["attacked"])} for key, row in rows.items()}
+            about = {"alpha": job.alpha, "draws": job.draws, "epsilons": list(lineup.epsilons)}
+            job.so_far = {**about, "images": len(gallery), "attacked_images": images, "methods": methods}
+
+        def masks(key: str, pixels: Tensor, upto: float) -> Tensor:
+            parts = []
+            for part in torch.arange(len(pixels)).split(CHUNK):
+                parts.append(lineup.sets(key, job.alpha, job.draws, pixels[part], part, upto))
+                job.step(len(part))
+            return torch.cat(parts, dim=1)
+
+        for contender in lineup.contenders:
+            job.stage = f"{contender.title} on {len(gallery)} clean images"
+            sets = masks(contender.key, gallery.images, lineup.epsilons[-1])
+            measured = [measure(mask, gallery.labels) for mask in sets]
+            sizes = [{"mean": one.size, "low": one.size_interval[0], "high": one.size_interval[1]} for one in measured]
+            clean = [one.coverage.__dict__ for one in measured]
+            rows[contender.key] = {"size": sizes, "clean": clean, "attacked": []}
+            publish()
+        reach = get_norm(lineup.subject.norm).reach
+        for radius in radii:
+            found: dict[str, list[dict[str, Any]]] = {key: [] for key in rows}
+            for kind in kinds:
+                job.stage = f"attacking {images} images within {reach(radius)}"
+                pixels = self._attacked(kind, radius, job)
+                for contender in lineup.contenders:
+                    job.stage = f"{contender.title} on images attacked within {reach(radius)}"
+                    covered = measure(masks(contender.key, pixels, radius)[-1], gallery.labels[:images]).coverage
+                    found[contender.key].append({"radius": radius, "aim": kind, **covered.__dict__})
+            for key, attempts in found.items():
+                rows[key]["attacked"].append(min(attempts, key=lambda one: one["mean"]))  # the worse of the attacks
+            publish()
 
     def _attacked(self, aim: str, radius: float, job: Job) -> Tensor:
         """Attacked gallery images: the same for every alpha and number of draws, so kept."""
@@ -123,62 +165,3 @@ def spread(values: list[float], count: int) -> list[float]:
     if len(values) <= count:
         return list(values)
     return [values[round((i + 1) * len(values) / count) - 1] for i in range(count)]
-
-
-def compute(
-    lineup: Lineup, job: Job, images: int, radii: list[float], attacked: Callable[[str, float, Job], Tensor]
-) -> None:
-    """Mean size and coverage of every method at every epsilon, clean and attacked with radius epsilon.
-
-    What is known is in ``job.so_far`` at once: methods one by one, then the attacked radii.
-    """
-    gallery, every = lineup.subject.gallery, len(lineup.contenders)
-    kinds = ("plain", "smoothed") if lineup.subject.noise.certifies else ("plain",)
-    job.total = every * (len(gallery) + len(radii) * len(kinds) * images) + len(radii) * len(kinds) * images
-    rows: dict[str, dict[str, Any]] = {}
-
-    def publish() -> None:
-        job.so_far = {
-            "alpha": job.alpha,
-            "draws": job.draws,
-            "epsilons": list(lineup.epsilons),
-            "images": len(gallery),
-            "attacked_images": images,
-            "methods": {key: {**row, "attacked": list(row["attacked"])} for key, row in rows.items()},
-        }
-
-    def masks(key: str, pixels: Tensor, upto: float) -> Tensor:
-        epsilons, parts = [e for e in lineup.epsilons if e <= upto], []
-        predictor = lineup.predictor(key, job.alpha, job.draws)
-        for part in torch.arange(len(pixels)).split(CHUNK):
-            parts.append(own_sets(predictor, pixels[part], part, job.alpha, epsilons, lineup.stream))
-            job.step(len(part))
-        return nested(torch.cat(parts, dim=1))
-
-    for contender in lineup.contenders:
-        job.stage = f"{contender.title} on {len(gallery)} clean images"
-        sets = masks(contender.key, gallery.images, lineup.epsilons[-1])
-        measured = [measure(mask, gallery.labels) for mask in sets]
-        rows[contender.key] = {
-            "size": [_size(one) for one in measured],
-            "clean": [one.coverage.__dict__ for one in measured],
-            "attacked": [],
-        }
-        publish()
-    for radius in radii:
-        found: dict[str, list[dict[str, Any]]] = {key: [] for key in rows}
-        for kind in kinds:
-            job.stage = f"attacking {images} images within L2 {radius:g}"
-            pixels = attacked(kind, radius, job)
-            for contender in lineup.contenders:
-                job.stage = f"{contender.title} on images attacked within L2 {radius:g}"
-                covered = measure(masks(contender.key, pixels, radius)[-1], gallery.labels[:images]).coverage
-                found[contender.key].append({"radius": radius, "aim": kind, **covered.__dict__})
-        for key, attempts in found.items():
-            rows[key]["attacked"].append(min(attempts, key=lambda one: one["mean"]))  # the worse of the attacks
-        publish()
-
-
-def _size(measured: Evaluation) -> dict[str, float]:
-    low, high = measured.size_interval
-    return {"mean": measured.size, "low": low, "high": high}

@@ -1,18 +1,23 @@
-"""Pixels in and out: uploads become the model's input with a word on what was done to them, tensors become PNG."""
+"""Images on show by name: ``g12`` is the gallery's, ``u1a2b...`` an upload; uploads become the model's input, tensors become PNG."""
 
 from __future__ import annotations
 
-import base64
-import io
+import hashlib
+import re
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from keepcover.web.images import PASSES, opened
-from keepcover.web.problems import invalid
+from keepcover.data import Labelled
+from keepcover.web.images import PASSES, opened, values
+from keepcover.web.problems import Problem, invalid
 
+KEPT = 64  # uploads
 MAX_PIXELS = 2**24
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _COLOURS = {"L": "greyscale", "RGB": "colour", "RGBA": "colour with transparency"}
@@ -21,9 +26,10 @@ _COLOURS = {"L": "greyscale", "RGB": "colour", "RGBA": "colour with transparency
 def read_upload(content: bytes, shape: tuple[int, int, int], invert: bool = False) -> tuple[Tensor, list[str]]:
     """A file as float32 [1, c, h, w] in [0, 1], and what was done to make it fit, in words.
 
-    Size and frames are checked on the header, before a pixel is decoded. Whatever is not an image is refused (422).
+    Size and frames are checked on the header, before a pixel is decoded. A file that is no image is refused (422).
 
     Example:
+        >>> import io
         >>> file = io.BytesIO()
         >>> Image.new("RGB", (16, 12), (255, 255, 255)).save(file, "PNG")
         >>> image, notices = read_upload(file.getvalue(), (1, 8, 8))
@@ -36,9 +42,7 @@ def read_upload(content: bytes, shape: tuple[int, int, int], invert: bool = Fals
         if width * height > MAX_PIXELS:
             raise invalid(f"the image has {width} x {height} pixels; at most {MAX_PIXELS} are read: make it smaller")
         image.load()
-        fitted = _fit(ImageOps.exif_transpose(image), shape, notices)
-    values = np.asarray(fitted, dtype=np.float32).reshape(*shape[1:], shape[0]) / np.float32(255)
-    pixels = torch.from_numpy(np.ascontiguousarray(values.transpose(2, 0, 1)))[None]
+        pixels = torch.from_numpy(values(_fit(ImageOps.exif_transpose(image), shape, notices), shape))[None]
     if invert:
         notices.append("inverted: dark became light")
         pixels[:, :3] = 1 - pixels[:, :3]
@@ -48,11 +52,10 @@ def read_upload(content: bytes, shape: tuple[int, int, int], invert: bool = Fals
 def _fit(image: Image.Image, shape: tuple[int, int, int], notices: list[str]) -> Image.Image:
     channels, height, width = shape
     mode = _MODES[channels]
-    deep = image.mode.startswith(("I", "F"))  # 16 bits and more: the decoder's own scale, brought to 8 bits
-    if deep:
-        values = np.asarray(image, dtype=np.float64)
-        span = 65535.0 if values.max() > 255 else 255.0
-        image = Image.fromarray((values.clip(0, span) * (255 / span)).astype(np.uint8))
+    if image.mode.startswith(("I", "F")):  # 16 bits and more: the decoder's own scale, brought to 8 bits
+        depths = np.asarray(image, dtype=np.float64)
+        span = 65535.0 if depths.max() > 255 else 255.0
+        image = Image.fromarray((depths.clip(0, span) * (255 / span)).astype(np.uint8))
         notices.append("brought to 8 bits per channel")
     if channels != 4 and (image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info):
         canvas = Image.new("RGBA", image.size, (255, 255, 255, 255))
@@ -70,21 +73,50 @@ def _fit(image: Image.Image, shape: tuple[int, int, int], notices: list[str]) ->
     return image
 
 
-def png(image: Tensor) -> bytes:
-    """One image [c, h, w] in [0, 1] as a PNG file."""
-    values = (image.detach().cpu().clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
-    out = io.BytesIO()
-    Image.fromarray(values[..., 0] if values.shape[2] == 1 else values).save(out, "PNG")
-    return out.getvalue()
-
-
-def data_uri(image: Tensor) -> str:
-    return "data:image/png;base64," + base64.b64encode(png(image)).decode()
-
-
 def amplified(change: Tensor) -> tuple[Tensor, float]:
     """A difference of two images around middle grey, stretched to the whole range, and by how much."""
     change = change[:3] if len(change) == 4 else change
     largest = float(change.abs().max())
     gain = 0.5 / largest if largest > 0 else 1.0
     return 0.5 + gain * change, gain
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One image [1, c, h, w], the number that keys its noise, and its label; of an upload the label is not known."""
+
+    pixels: Tensor
+    id: int
+    label: int | None
+
+
+class Images:
+    """The gallery and the latest uploads, in memory only."""
+
+    def __init__(self, gallery: Labelled, kept: int = KEPT) -> None:
+        self.gallery, self.kept = gallery, kept
+        self._uploads: OrderedDict[str, Tensor] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, pixels: Tensor) -> str:
+        """Keep an upload; the same pixels have the same name, and so the same noise."""
+        name = "u" + hashlib.sha256(pixels.contiguous().numpy().tobytes()).hexdigest()[:12]
+        with self._lock:
+            self._uploads[name] = pixels
+            self._uploads.move_to_end(name)
+            while len(self._uploads) > self.kept:
+                self._uploads.popitem(last=False)
+        return name
+
+    def get(self, name: str) -> Shown:
+        found = re.fullmatch(r"g(\d{1,9})|u([0-9a-f]{12})", name)
+        if found and found[1] and int(found[1]) < len(self.gallery):
+            index = int(found[1])
+            return Shown(self.gallery.images[index : index + 1], index, int(self.gallery.labels[index]))
+        if found and found[2]:
+            with self._lock:
+                pixels = self._uploads.get(name)
+            if pixels is None:
+                raise Problem("not_found", "this upload is no longer kept; upload the image again")
+            return Shown(pixels, int(found[2], 16) | 1 << 50, None)
+        raise Problem("not_found", f"no image {name[:40]!r}; the gallery has g0 to g{len(self.gallery) - 1}")

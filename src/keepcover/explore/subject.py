@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -11,8 +12,9 @@ from keepcover.attacks import NoisyModel, pgd
 from keepcover.data import Labelled
 from keepcover.engine.smoother import Classifier, Smoother
 from keepcover.errors import InputError
-from keepcover.noise import Noise, Stream
+from keepcover.noise import Gaussian, Noise, Stream
 from keepcover.prediction.predictor import Predictor
+from keepcover.promises import Promise
 from keepcover.tasks import Classification, Task
 from keepcover.tasks.metrics import check_labels
 from keepcover.training.example import SIGMA, example_model, example_split
@@ -33,10 +35,12 @@ class Subject:
         holdout, calibration: None where a saved predictor stands alone.
         saved: a predictor that was calibrated elsewhere.
         task: of every method that is calibrated here.
+        norm: in which attacks are measured; a saved predictor brings its own.
         reach: the largest epsilon on show; a saved predictor brings its own.
+        promise: of every method that is calibrated here and can make it.
         gradients: whether the model can be differentiated; attacks search by queries alone where it cannot.
         cheap: whether calibrating everything in advance costs nothing worth asking for.
-        notes: what people should know about how it came about.
+        notes: how it came about, for the page.
     """
 
     name: str
@@ -46,7 +50,9 @@ class Subject:
     calibration: Labelled | None = None
     saved: Predictor | None = None
     task: Task = field(default_factory=Classification)
+    norm: str = "l2"
     reach: float = 1.0
+    promise: Promise = Promise()
     gradients: bool = True
     cheap: bool = False
     notes: tuple[str, ...] = ()
@@ -85,8 +91,10 @@ def digits_subject(seed: int = 0, say: Callable[[str], None] = print) -> Subject
 def own_subject(
     model: Classifier,
     data: Labelled,
-    sigma: float,
+    noise: Noise | float,
     *,
+    norm: str | None = None,
+    reach: float | None = None,
     score: str = "hps",
     calibration: int | None = None,
     gallery: int | None = None,
@@ -100,9 +108,15 @@ def own_subject(
             f"expected at least {LEAST} labelled images, for a holdout, calibration points and a gallery, got {len(data)}"
         )
     held, points, shown = parts
-    smoother, task = Smoother(model, sigma, device=device), Classification(score)
+    smoother, task = Smoother(model, noise, device=device), Classification(score)
+    added = smoother.noise
+    norm = added.check_norm(norm)
+    if reach is None:
+        if not isinstance(added, Gaussian) or norm != "l2":
+            raise InputError(f"expected --epsilon, the largest radius on show, in {norm}; 1.5 sigma is for L2 alone")
+        reach = REACH * added.sigma
     shown, gradients = _fit_to(smoother, shown)
-    return Subject(data.name, smoother, shown, held, points, task=task, reach=REACH * sigma, gradients=gradients)
+    return Subject(data.name, smoother, shown, held, points, task=task, norm=norm, reach=reach, gradients=gradients)
 
 
 def saved_subject(
@@ -113,6 +127,7 @@ def saved_subject(
     Vanilla CP and RSCP+ are calibrated beside it on part of the data where there are enough of them.
     """
     smoother, noise = predictor.running, predictor.noise
+    refuse_groups(predictor.rule.asked.promise)
     least_alpha = min(alpha for alpha, _ in predictor.levels)
     notes = ["The predictor was calibrated elsewhere; the images here must not have been among its calibration points."]
     parts = _split(data, calibration, gallery, seed)
@@ -134,8 +149,17 @@ def saved_subject(
     shown, gradients = _fit_to(smoother, shown)
     if len(shown.class_names) != predictor.classes:
         raise InputError(f"the predictor has {predictor.classes} classes, the model {len(shown.class_names)}")
-    own = {"saved": predictor, "task": predictor.task, "notes": tuple(notes)}
+    norm = str(predictor.rule.asked.threat.norm)
+    own: dict[str, Any] = {"saved": predictor, "task": predictor.task, "notes": tuple(notes), "norm": norm}
     return Subject(data.name, smoother, shown, held, points, gradients=gradients, **own)
+
+
+def refuse_groups(promise: Promise) -> None:
+    """An image on the page, or one that is dropped on it, has no group."""
+    if promise.groups is not None:
+        raise InputError(
+            "the promise is per group, and images on the page have none; the explorer shows promises that are not per group"
+        )
 
 
 def _split(
@@ -149,7 +173,7 @@ def _split(
     if n < LEAST:
         return None
     wanted = min(CALIBRATION, n * 9 // 20) if calibration is None else calibration
-    held = max(1, min(500, n // 10, wanted // 2))  # who asks for few calibration points has a slow model
+    held = max(1, min(500, n // 10, wanted // 2))  # few calibration points mean a slow model
     if held + wanted >= n:
         raise InputError(f"{wanted} calibration points and a holdout of {held} leave no gallery of {n} images")
     holdout, points, rest = data.split(held, wanted, -1, seed=seed)

@@ -7,7 +7,7 @@ from typing import Any
 
 from keepcover.attacks.audit import Audit
 from keepcover.pages import plots
-from keepcover.pages.report import Page, Section, hardware, origin_section, promise_section
+from keepcover.pages.report import Page, Section, hardware
 from keepcover.pages.sections import (
     attack_figures,
     audit_examples,
@@ -54,14 +54,14 @@ def audit_page(
         pictures += curve_figures(
             "coverage-by-radius",
             {name: _worst(audit, name) for name in certified},
-            lambda group: plots.coverage_curves(group, [alpha], certified, axis),
+            lambda group: plots.radius_curves(group, certified, axis, "coverage", [1 - alpha], (None, 1.01)),
             "Coverage by attack radius; dotted, the promise.",
             ".3f",
         )
     weakest = min(rows, key=lambda row: row["attacked_coverage"]["mean"])["name"]
     shown = audit_examples(audit, weakest, kept[-1], radius) if kept and kept[-1] != weakest else None
     attacks = ", ".join(dict.fromkeys(row.attack for row in audit.rows if row.attack != "none")) or "none"
-    page = Page(title, f"{about}, {hardware()}", str(promise), conclusion=conclusion(rows, alpha, within))
+    page = Page(title, f"{about}, {hardware()}", promise, conclusion=conclusion(rows, alpha, within))
     page.sections += [
         Section(
             "Clean and attacked",
@@ -74,10 +74,8 @@ def audit_page(
         *more,
         audit_section(audit),
         *([shown] if shown else []),
-        promise_section(promise.assumptions),
-        origin_section({"attacks": attacks, **(origin or {})}),
     ]
-    return page
+    return page.closed({"attacks": attacks, **(origin or {})})
 
 
 def _worst(audit: Audit, name: str) -> list[tuple[float, ...]]:

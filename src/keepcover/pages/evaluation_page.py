@@ -6,16 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keepcover.errors import InputError
-from keepcover.evaluation import Observed, Row
+from keepcover.evaluation import Row
+from keepcover.evaluation.rows import Breakdown
 from keepcover.pages import plots
-from keepcover.pages.report import Cell, Figure, Page, Section, Table, hardware, origin_section, promise_section
-from keepcover.pages.sections import MOST_PANELS, classes_section, cost_section, evaluations, sizes_section
+from keepcover.pages.report import Cell, Figure, Page, Section, Table, hardware
+from keepcover.pages.sections import MOST_PANELS, classes_section, cost_section, evaluations, interval, sizes_section
 from keepcover.tasks import Spread
 
 
 def name_of(row: Row) -> str:
     """A method with what makes it differ from its other lines."""
-    return row.method + (f" + {row.transform.upper()}" if row.transform != "none" else "")
+    name = row.method + (f" + {row.transform.upper()}" if row.transform != "none" else "")
+    return name + (f", {row.guarantee.promise.short}" if row.guarantee.promise.clauses else "")
 
 
 def evaluation_page(
@@ -29,10 +31,10 @@ def evaluation_page(
     """The page of rows that :func:`keepcover.evaluate` returned.
 
     Its promise, sizes and classes are those of the certified method with the smallest sets, or of the smallest where
-    none is certified.
+    none is certified; where promises beyond the marginal one were asked for, of one that makes such a promise.
 
     Args:
-        rows: one per method and transform, all under one alpha and threat.
+        rows: one per method, transform and promise, all under one alpha and threat.
         data: the name of the outputs; ``images`` of them.
         class_names: by class index; the indices by default.
         origin: what is known of outputs, splits and seed.
@@ -40,59 +42,51 @@ def evaluation_page(
     clean = [row for row in rows if row.attack == "none"]
     if not clean:
         raise InputError("expected at least one clean row to make a page of; the methods asked for gave none")
-    best = min(clean, key=lambda row: (not row.guarantee.certified, row.size.mean))
-    promise, seen = best.guarantee, _seen(best)
+    promising = [row for row in clean if row.guarantee.promise.clauses]
+    best = min(promising or clean, key=lambda row: (not row.guarantee.certified, row.size.mean))
+    promise, seen = best.guarantee, best.observed
     splits = f"{best.splits} random split{'s' if best.splits > 1 else ''}"
     smallest = f"smallest {'certified ' if promise.certified else ''}sets"
     page = Page(
         "Prediction sets over random splits",
         f"{data}, {images} images, {splits}, alpha {promise.alpha:g}, {promise.threat.reach}, {promise.threat.noise}, score "
         f"{promise.score}; {hardware()}",
-        str(promise),
-        conclusion=f"Of {len(clean)} methods, {name_of(best)} has the {smallest}: {best.size.mean:.2f} labels on average over "
-        f"{splits}, from {evaluations(promise.draws)}, at a clean coverage of {best.coverage.mean:.1%}.",
+        promise,
+        conclusion=f"Of {len(promising or clean)} methods, {name_of(best)} has the {smallest}: {best.size.mean:.2f} labels on "
+        f"average over {splits}, from {evaluations(promise.draws)}, at a clean coverage of {best.coverage.mean:.1%}.",
     )
     page.sections.append(_methods(clean, best, smallest))
-    if seen.classes:
-        page.sections += [_sizes(clean), _classes(best, class_names or [str(k) for k in range(len(seen.count[0]))])]
-    page.sections += [
+    if promising:
+        page.sections.append(_promises(clean))
+    if seen.by_class.members:
+        names = class_names or [str(k) for k in range(len(seen.by_class.count[0]))]
+        page.sections += [_sizes(clean), _by(best, seen.by_class, names)]
+    if seen.by_group.members:
+        page.sections.append(_by(best, seen.by_group, promise.promise.groups.per, "group"))
+    page.sections.append(
         cost_section(
             {name_of(row): row.guarantee for row in clean},
             f"What a predictor of its own would pay; here all methods share the same outputs. {promise.n} calibration points for "
             "the method of the sentence above; those that need no holdout calibrate on it too.",
-        ),
-        promise_section(promise.assumptions),
-        origin_section({"images": images, "splits": splits, **(origin or {})}),
-    ]
-    return page
+        )
+    )
+    return page.closed({"images": images, "splits": splits, **(origin or {})})
 
 
-def _seen(row: Row) -> Observed:
-    assert row.observed is not None
-    return row.observed
-
-
-def _spread(spread: Spread, values: Sequence[float], digits: int) -> str:
-    ends = f"{min(values):.{digits}f}, {max(values):.{digits}f}"
+def _spread(values: Sequence[float], digits: int) -> str:
+    spread, ends = Spread.of(values), f"{min(values):.{digits}f}, {max(values):.{digits}f}"
     return f"{spread.mean:.{digits}f} ± {spread.std:.{digits}f} [{ends}]"
 
 
 def _methods(rows: Sequence[Row], best: Row, smallest: str) -> Section:
     promise, body = best.guarantee, []
     for row in rows:
-        seen, own = _seen(row), row.guarantee
+        seen, own = row.observed, row.guarantee
         short = "bad" if max(seen.coverages) < 1 - own.alpha else ""
-        body.append(
-            [
-                name_of(row),
-                Cell("yes" if own.certified else "no", "good" if own.certified else ""),
-                str(own.draws),
-                str(own.calibration_draws),
-                _spread(row.size, seen.sizes, 2),
-                Cell(_spread(row.coverage, seen.coverages, 3), short),
-                f"{row.trivial_splits} of {row.splits} splits",
-            ]
-        )
+        certified = Cell("yes", "good") if own.certified else Cell("no")
+        numbers = [str(own.draws), str(own.calibration_draws), _spread(seen.sizes, 2)]
+        coverage, full = Cell(_spread(seen.coverages, 3), short), f"{row.trivial_splits} of {row.splits} splits"
+        body.append([name_of(row), certified, *numbers, coverage, full])
     points = {name_of(row): [(row.coverage.mean, row.size.mean, row.coverage.std, row.size.std)] for row in rows}
     certified = {name_of(row): row.guarantee.certified for row in rows}
     words = "; ".join(f"{name}: {point[0][0]:.3f} and {point[0][1]:.2f}" for name, point in points.items())
@@ -116,37 +110,56 @@ def _methods(rows: Sequence[Row], best: Row, smallest: str) -> Section:
     )
 
 
+def _promises(rows: Sequence[Row]) -> Section:
+    """What a promise costs, and what it does for the class and the group that are covered least."""
+    body, kinds = [], [name.replace("_", " ") for name in rows[0].worst]
+    for row in rows:
+        most = 1 - row.guarantee.alpha
+        worst = [Cell(interval(found), "bad" if found["high"] < most else "") for found in row.worst.values()]
+        cost = row.cost(rows)
+        body.append([name_of(row), f"{row.size.mean:.2f}", "-" if cost is None else f"{cost:+.1%}", *worst])
+    return Section(
+        "What the promise costs",
+        "The same methods with the marginal promise and with the one asked for: how much larger sets are, and the coverage of the "
+        "class and the group that are covered least.",
+        Table(
+            ["method and promise", "mean size", "cost beside marginal", *(f"coverage, {kind}" for kind in kinds)], body
+        ),
+        note="Clean inputs. The intervals hold for all classes, or groups, at once, with 95 %; in red, those below 1 - alpha.",
+    )
+
+
 def _sizes(rows: Sequence[Row]) -> Section:
     chosen = sorted(rows, key=lambda row: (not row.guarantee.certified, row.size.mean))[:MOST_PANELS]
-    histograms = {name_of(row): _seen(row).histogram.tolist() for row in chosen}
+    histograms = {name_of(row): row.observed.histogram.tolist() for row in chosen}
 
     def line(name: str, counts: Sequence[int]) -> list[str]:
         sizes = [size for size, count in enumerate(counts) if count]
         span = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         return [name, *(f"{counts[size] / sum(counts):.1%}" for size in (0, 1, -1)), span]
 
-    table = Table(
-        ["method", "empty", "one label", "full label set", "sizes"], [line(*item) for item in histograms.items()]
-    )
+    body = [line(*item) for item in histograms.items()]
+    table = Table(["method", "empty", "one label", "full label set", "sizes"], body)
     left = len(rows) - len(chosen)
     most = f"The {len(chosen)} with the smallest sets, certified ones first; {left} more are not shown."
     text = "Test sets of all splits together, by their number of labels."
     return sizes_section(text, table, histograms, most if left else "")
 
 
-def _classes(best: Row, names: Sequence[str]) -> Section:
-    seen, lines = _seen(best), []
-    for k in seen.classes:
-        shares = [float(hits[k] / count[k]) for hits, count in zip(seen.hits, seen.count, strict=True) if count[k]]
-        coverage, size = seen.class_coverage(k), seen.class_size(k)
-        tested = sum(int(count[k]) for count in seen.count) / len(seen.count)
-        cells = [_spread(coverage, shares, 3), f"{size.mean:.2f} ± {size.std:.2f}", f"{tested:.0f}"]
-        lines.append((names[k], (coverage.mean, min(shares), max(shares)), cells))
+def _by(best: Row, seen: Breakdown, names: Sequence[Any], unit: str = "class") -> Section:
+    lines = []
+    for k in seen.members:
+        shares, sizes = seen(k)
+        size, share = Spread.of(sizes), seen.proportion(k)
+        cells = [_spread(shares, 3), f"{size.mean:.2f} ± {size.std:.2f}", str(share.count)]
+        lines.append((str(names[k]), (share.mean, share.low, share.high), cells))
     return classes_section(
         lines,
-        best.guarantee.alpha,
-        ["coverage, clean", "mean size", "inputs per split"],
-        "the range over splits",
-        "Mean ± standard deviation and [lowest, highest] over splits; in red, classes below the promised average in every split.",
+        best.guarantee,
+        ["coverage, clean", "mean size", "inputs tested"],
+        "intervals for all at once",
+        "Mean ± standard deviation and [lowest, highest] over splits. The intervals of the figure hold for all at once, with 95 %, for "
+        "the choice of the inputs and for how they were divided; in red, those that lie below what is promised.",
         f"Of {name_of(best)}. ",
+        unit,
     )

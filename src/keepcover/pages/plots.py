@@ -6,6 +6,7 @@ colours it takes, so that it can be read in light and dark; :func:`adaptive_svg`
 
 from __future__ import annotations
 
+import base64
 import io
 import re
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,18 @@ _VARIABLES = {
     PAPER: "var(--card)",
     **{c: f"var(--c{i})" for i, c in enumerate(COLORS)},
 }
+STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.2,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "keepcover",
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(
+        ("grid.color", "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
+    ),
+}
 
 
 def _pyplot() -> Any:
@@ -41,28 +54,12 @@ def _pyplot() -> Any:
     mpl.use("Agg", force=False)
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update(
-        {
-            "font.size": 10,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.grid": True,
-            "grid.alpha": 0.2,
-            "axes.axisbelow": True,
-            "legend.frameon": False,
-            "svg.fonttype": "path",
-            "svg.hashsalt": "keepcover",
-            "grid.color": INK,
-            **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), INK),
-            "xtick.color": INK,
-            "ytick.color": INK,
-        }
-    )
+    plt.rcParams.update(STYLE)
     return plt
 
 
 def subplots(rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
-    """A figure in the house's style and its axes; nothing keeps it open."""
+    """A figure in the house's style and its axes; pyplot forgets it, so that it is freed after use."""
     plt = _pyplot()
     figure, axes = plt.subplots(rows, columns, **options)
     plt.close(figure)
@@ -72,28 +69,25 @@ def subplots(rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]
 # -- the forms of a figure ---------------------------------------------------------------------------------------------
 
 
-def _settled(figure: Any) -> Any:
-    """A figure whose layout is computed once: every form of it then looks the same."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-    return figure
+def _saved(figure: Any, form: str, unsaid: Sequence[str], **options: Any) -> bytes:
+    """A file of the figure, reproducible byte for byte. The layout is computed once: every form then looks the same."""
+    if figure.get_constrained_layout():
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=form, bbox_inches="tight", metadata=dict.fromkeys(unsaid), **options)
+    return buffer.getvalue()
 
 
 def svg(figure: Any, **options: Any) -> str:
-    """A figure on white as SVG, reproducible byte for byte."""
-    buffer = io.StringIO()
-    _settled(figure).savefig(
-        buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None}, **options
-    )
-    text = buffer.getvalue()
+    """A figure on white as SVG."""
+    text = _saved(figure, "svg", ("Date", "Creator"), **options).decode()
     return text[text.index("<svg") :]
 
 
 def png(figure: Any, dpi: int = 200) -> bytes:
     """A figure on white as PNG."""
-    buffer = io.BytesIO()
-    _settled(figure).savefig(buffer, format="png", bbox_inches="tight", dpi=dpi, metadata={"Software": None})
-    return buffer.getvalue()
+    return _saved(figure, "png", ("Software",), dpi=dpi)
 
 
 def page_svg(figure: Any, name: str) -> str:
@@ -132,14 +126,19 @@ def write_files(figure: Any, folder: Path, name: str) -> list[Path]:
 
 
 def pixels(image: Tensor) -> bytes:
-    """An image [1 or 3, height, width] as PNG, one pixel each, as it is: 0 is black."""
-    _pyplot()
-    from matplotlib.image import imsave
-
-    values, buffer = image.detach().cpu().float().clamp(0, 1).permute(1, 2, 0).numpy(), io.BytesIO()
-    shown = values[..., 0] if values.shape[2] == 1 else values
-    imsave(buffer, shown, format="png", cmap="gray", vmin=0, vmax=1)
+    """An image [1, 3 or 4, height, width] in [0, 1] as PNG, one pixel each, as it is: 0 is black."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise InputError(f"pictures need Pillow: {install('report')}") from None
+    values, buffer = (image.detach().cpu().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy(), io.BytesIO()
+    Image.fromarray(values[..., 0] if values.shape[2] == 1 else values).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def data_uri(image: Tensor) -> str:
+    """The same as an address that holds all of it."""
+    return f"data:image/png;base64,{base64.b64encode(pixels(image)).decode()}"
 
 
 # -- drawings ----------------------------------------------------------------------------------------------------------
@@ -148,28 +147,17 @@ WIDTH = 4.6  # inches: two beside each other on a desktop page, one on a phone, 
 Curve = Sequence[tuple[float, ...]]  # (x, y) or (x, y, low, high)
 
 
-def _lines(curves: Mapping[str, Curve], certified: Mapping[str, bool], x: str, y: str) -> tuple[Any, Any]:
-    """One line per name, dashed where nothing is certified, with intervals where points have them; names below."""
-    figure, axis = subplots(figsize=(WIDTH, 3.0 + 0.2 * -(-len(curves) // 2)), layout="constrained")
-    for index, (name, points) in enumerate(curves.items()):
-        color = COLORS[index % len(COLORS)]
-        axis.plot(
-            [point[0] for point in points],
-            [point[1] for point in points],
-            "-" if certified[name] else "--",
-            marker=MARKERS[index % len(MARKERS)],
-            ms=4.5,
-            lw=1.4,
-            color=color,
-            label=name,
-        )
-        for at, _, low, high in (point for point in points if len(point) == 4):
-            axis.plot([at, at], [low, high], color=color, lw=4, alpha=0.3, solid_capstyle="butt")
-    axis.set(xlabel=x, ylabel=y)
-    if len(curves) > 1:
-        title = "solid: certified; dashed: not" if len(set(certified.values())) > 1 else None
-        figure.legend(fontsize=8, loc="outside lower center", ncols=2, title=title, title_fontsize=8)
-    return figure, axis
+def _named_lines(names: Sequence[str]) -> tuple[Any, Any, list[tuple[str, str, str]]]:
+    """A figure with room for names below it, its axis, and (name, colour, marker) of every line."""
+    figure, axis = subplots(figsize=(WIDTH, 3.0 + 0.2 * -(-len(names) // 2)), layout="constrained")
+    styles = [(name, COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)]
+    return figure, axis, styles
+
+
+def _legend(figure: Any, certified: Mapping[str, bool], words: str) -> None:
+    """The names below; the words say how certified lines are drawn, where there are others."""
+    title = words if len(set(certified.values())) > 1 else None
+    figure.legend(fontsize=8, loc="outside lower center", ncols=2, title=title, title_fontsize=8)
 
 
 def in_groups(curves: Mapping[str, Curve]) -> list[dict[str, Curve]]:
@@ -184,29 +172,53 @@ def in_groups(curves: Mapping[str, Curve]) -> list[dict[str, Curve]]:
     return [{name: curves[name] for name in names[at : at + size]} for at in range(0, len(names), size)]
 
 
-def size_curves(
+def radius_curves(
     curves: Mapping[str, Curve],
-    classes: int,
     certified: Mapping[str, bool],
-    x: str = "epsilon",
-    top: float | None = None,
+    x: str,
+    y: str = "mean set size",
+    guides: Sequence[float] = (),
+    limits: tuple[float | None, float | None] = (0.0, None),
 ) -> Any:
-    """Mean set size against epsilon, one line per method; ``top`` ends the axis, so that figures can be compared."""
-    figure, axis = _lines(curves, certified, x, "mean set size")
-    axis.set_ylim(0, top)
-    if max(point[1] for points in curves.values() for point in points) > 0.6 * classes:
-        axis.axhline(classes, **GUIDE)
+    """Sizes or coverages against a radius, one line per name, dashed where nothing is certified, with intervals where
+    points have them. A guide far above every line is left out; ``limits`` of the y axis make figures comparable.
+    """
+    figure, axis, styles = _named_lines([*curves])
+    for name, color, marker in styles:
+        at, values, *ends = zip(*curves[name], strict=True)
+        axis.plot(at, values, "-" if certified[name] else "--", marker=marker, ms=4.5, lw=1.4, color=color, label=name)
+        if ends:
+            axis.vlines(at, *ends, color=color, lw=4, alpha=0.3)
+    highest = max(point[1] for points in curves.values() for point in points)
+    for guide in guides:
+        if highest > 0.6 * guide:
+            axis.axhline(guide, **GUIDE)
+    axis.set(xlabel=x, ylabel=y, ylim=limits)
+    if len(curves) > 1:
+        _legend(figure, certified, "solid: certified; dashed: not")
     return figure
 
 
-def coverage_curves(
-    curves: Mapping[str, Curve], alphas: Sequence[float], certified: Mapping[str, bool], x: str = "attack radius"
-) -> Any:
-    """Coverage against the attack's radius or the promised one, one line per method, with what is promised."""
-    figure, axis = _lines(curves, certified, x, "coverage")
-    for alpha in alphas:
-        axis.axhline(1 - alpha, **GUIDE)
-    axis.set_ylim(None, 1.01)
+def size_against_coverage(points: Mapping[str, Curve], alpha: float, certified: Mapping[str, bool]) -> Any:
+    """Methods by their coverage and mean size: (coverage, size, deviations of both over splits); hollow: not certified."""
+    figure, axis, styles = _named_lines([*points])
+    for name, color, marker in styles:
+        ((coverage, size, *deviations),) = points[name]
+        fill = color if certified[name] else "none"
+        axis.errorbar(coverage, size, *deviations[::-1], fmt=marker, ms=6, lw=1, color=color, mfc=fill, label=name)
+    axis.axvline(1 - alpha, **GUIDE)
+    sizes = [size for ((_, size, *_),) in points.values()]
+    axis.set(xlabel=f"coverage, clean (dotted: {1 - alpha:g})", ylabel="mean set size")
+    if max(sizes) > 8 * max(min(sizes), 1e-9):  # a logarithmic axis that says 1, 2, 5, 10 and not powers of ten
+        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_ylim(0, None)
+    _legend(figure, certified, "filled: certified; hollow: not")
     return figure
 
 
@@ -215,9 +227,8 @@ def score_densities(before: Tensor, after: Tensor, alpha: float) -> Any:
     figure, axes = subplots(2, 1, figsize=(WIDTH, 3.6), sharex=True, layout="constrained")
     for axis, scores, title in ((axes[0], before, "score"), (axes[1], after, "score after PTT")):
         axis.hist(scores.numpy(), bins=40, range=(0, 1), density=True, color=CERTIFIED, alpha=0.8)
-        axis.axvline(
-            float(scores.double().quantile(1 - alpha)), color=VANILLA, lw=1.5, label=f"{1 - alpha:.0%} quantile"
-        )
+        quantile = float(scores.double().quantile(1 - alpha))
+        axis.axvline(quantile, color=VANILLA, lw=1.5, label=f"{1 - alpha:.0%} quantile")
         axis.set(yticks=[], yscale="log", ylabel="density (log)")
         axis.set_title(title, fontsize=10)
         axis.minorticks_off()
@@ -225,75 +236,56 @@ def score_densities(before: Tensor, after: Tensor, alpha: float) -> Any:
     return figure
 
 
-PANELS = {"coverage": "attacked_coverage", "size": "attacked_size"}
-
-
-def clean_and_attacked(rows: Sequence[Mapping[str, Any]], alpha: float, panels: Sequence[str] = tuple(PANELS)) -> Any:
+def clean_and_attacked(
+    rows: Sequence[Mapping[str, Any]], alpha: float, panels: Sequence[str] = ("coverage", "size")
+) -> Any:
     """The motivating figure: coverage and size of every method, clean and under attack; or one of the two."""
-    width = 9.2 if len(panels) > 1 else WIDTH
-    figure, axes = subplots(
-        1, len(panels), figsize=(width, 0.42 * len(rows) + 1.4), sharey=True, squeeze=False, layout="constrained"
-    )
-    positions = list(range(len(rows)))[::-1]
-    for axis, clean in zip(axes[0], panels, strict=True):
-        for offset, key, opacity in ((0.2, clean, 0.45), (-0.2, PANELS[clean], 1.0)):
-            values = [row[key]["mean"] if isinstance(row[key], Mapping) else row[key] for row in rows]
-            colors = [CERTIFIED if row["certified"] else VANILLA for row in rows]
+    shape = (9.2 if len(panels) > 1 else WIDTH, 0.42 * len(rows) + 1.4)
+    figure, axes = subplots(1, len(panels), figsize=shape, sharey=True, squeeze=False, layout="constrained")
+    positions = range(len(rows))[::-1]
+    colors = [CERTIFIED if row["certified"] else VANILLA for row in rows]
+    for axis, what in zip(axes[0], panels, strict=True):
+        drawn: list[float] = []
+        for offset, key, opacity in ((0.2, what, 0.45), (-0.2, f"attacked_{what}", 1.0)):
+            values = [row[key]["mean"] if what == "coverage" else row[key] for row in rows]
             bars = axis.barh([p + offset for p in positions], values, height=0.36, color=colors, alpha=opacity)
-            axis.bar_label(bars, fmt="%.3f" if clean == "coverage" else "%.2f", fontsize=7, padding=2)
+            axis.bar_label(bars, fmt="%.3f" if what == "coverage" else "%.2f", fontsize=7, padding=2)
+            drawn += values
         axis.set(yticks=positions, yticklabels=[row["name"] for row in rows], ylim=(-0.6, len(rows) - 0.1))
         axis.grid(axis="y", visible=False)
-        (_coverage_panel if clean == "coverage" else _size_panel)(axis, rows, alpha)
-    from matplotlib.patches import Rectangle
+        if what == "size":
+            axis.set(xlabel="mean set size", xlim=(0, 1.16 * (max(drawn) or 1)))
+            continue
+        axis.axvline(1 - alpha, color=INK, lw=1, ls="--")
+        box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1}
+        where, words = (1 - alpha, len(rows) - 0.45), f"{1 - alpha:.0%} promised"
+        axis.text(*where, words, fontsize=8, ha="center", va="bottom", bbox=box)
+        # Where every method stays high the differences are what matters, and the axis says where it begins.
+        start = 0.75 if min(drawn) > 0.8 else 0.0
+        axis.set(xlabel="coverage" + f" (axis from {start:g})" * (start > 0), xlim=(start, 1.14 - 0.14 * start))
+    from matplotlib.patches import Patch
 
-    handles = [
-        Rectangle((0, 0), 1, 1, color=c, alpha=a) for c, a in ((CERTIFIED, 1), (VANILLA, 1), (SOFT, 0.45), (SOFT, 1))
-    ]
-    names = ["certified", "not certified", "pale: clean", "full: attacked"]
-    figure.legend(handles, names, ncols=4, loc="outside upper center", fontsize=8, columnspacing=0.9, handlelength=1)
+    looks = {
+        "certified": (CERTIFIED, 1),
+        "not certified": (VANILLA, 1),
+        "pale: clean": (SOFT, 0.45),
+        "full: attacked": (SOFT, 1),
+    }
+    handles = [Patch(color=color, alpha=opacity, label=name) for name, (color, opacity) in looks.items()]
+    figure.legend(handles=handles, ncols=4, loc="outside upper center", fontsize=8, columnspacing=0.9, handlelength=1)
     return figure
-
-
-def _coverage_panel(axis: Any, rows: Sequence[Mapping[str, Any]], alpha: float) -> None:
-    axis.axvline(1 - alpha, color=INK, lw=1, ls="--")
-    axis.text(
-        1 - alpha,
-        len(rows) - 0.45,
-        f"{1 - alpha:.0%} promised",
-        fontsize=8,
-        ha="center",
-        va="bottom",
-        bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1},
-    )
-    # Where every method stays high the differences are what matters, and the axis says where it begins.
-    lowest = min(row[key]["mean"] for row in rows for key in ("coverage", "attacked_coverage"))
-    start = 0.75 if lowest > 0.8 else 0.0
-    axis.set(
-        xlabel=f"coverage (axis from {start:g})" if start else "coverage", xlim=(start, start + 1.14 * (1 - start))
-    )
-
-
-def _size_panel(axis: Any, rows: Sequence[Mapping[str, Any]], _alpha: float) -> None:
-    largest = max(max(row["size"], row["attacked_size"]) for row in rows)
-    axis.set(xlabel="mean set size", xlim=(0, 1.16 * (largest or 1)))
 
 
 def size_shares(shares: Mapping[str, Sequence[float]]) -> Any:
     """Share of sets with 0, 1, 2, ... labels, a panel per method."""
     last = max(size for counts in shares.values() for size, share in enumerate(counts) if share)
-    figure, axes = subplots(
-        len(shares),
-        1,
-        figsize=(WIDTH, max(2.4, 0.75 * len(shares) + 0.7)),
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
-    )
+    shape, shared = (WIDTH, max(2.4, 0.75 * len(shares) + 0.7)), {"sharex": True, "sharey": True}
+    figure, axes = subplots(len(shares), 1, figsize=shape, squeeze=False, layout="constrained", **shared)
+    ticks = [0, 0.5, 1] if max(map(max, shares.values())) > 0.6 else [0, 0.25, 0.5]
     for axis, (name, counts) in zip(axes[:, 0], shares.items(), strict=True):
         axis.bar(range(last + 1), counts[: last + 1], color=CERTIFIED, alpha=0.85)
         axis.set_title(name, fontsize=8, loc="left", pad=3)
-        axis.set(ylim=(0, None), yticks=[0, 0.5, 1] if max(map(max, shares.values())) > 0.6 else [0, 0.25, 0.5])
+        axis.set(ylim=(0, None), yticks=ticks)
         axis.tick_params(labelsize=8)
         axis.grid(axis="x", visible=False)
     if last <= 20:
@@ -303,60 +295,15 @@ def size_shares(shares: Mapping[str, Sequence[float]]) -> Any:
     return figure
 
 
-def size_against_coverage(points: Mapping[str, Curve], alpha: float, certified: Mapping[str, bool]) -> Any:
-    """Methods by their coverage and mean size: (coverage, size, deviations of both over splits); hollow: not certified."""
-    figure, axis = subplots(figsize=(WIDTH, 3.0 + 0.2 * -(-len(points) // 2)), layout="constrained")
-    for index, (name, ((coverage, size, coverage_std, size_std),)) in enumerate(points.items()):
-        color = COLORS[index % len(COLORS)]
-        axis.errorbar(
-            [coverage],
-            [size],
-            xerr=[coverage_std],
-            yerr=[size_std],
-            fmt=MARKERS[index % len(MARKERS)],
-            ms=6,
-            lw=1,
-            color=color,
-            mfc=color if certified[name] else "none",
-            label=name,
-            ls="none",
-        )
-    axis.axvline(1 - alpha, **GUIDE)
-    sizes = [size for ((_, size, *_),) in points.values()]
-    if max(sizes) > 8 * max(min(sizes), 1e-9):
-        _log_scale(axis)
-    else:
-        axis.set_ylim(0, None)
-    axis.set(xlabel=f"coverage, clean (dotted: {1 - alpha:g})", ylabel="mean set size")
-    title = "filled: certified; hollow: not" if len(set(certified.values())) > 1 else None
-    figure.legend(fontsize=8, loc="outside lower center", ncols=2, title=title, title_fontsize=8)
-    return figure
-
-
-def _log_scale(axis: Any) -> None:
-    """A logarithmic y axis that says 1, 2, 5, 10 and not powers of ten."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    axis.set_yscale("log")
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.yaxis.set_minor_formatter(NullFormatter())
-
-
 def coverage_by_class(names: Sequence[str], shares: Sequence[tuple[float, float, float]], alpha: float) -> Any:
-    """Coverage of each true class as (mean, low, high), with the promised average."""
+    """Coverage of each true class as (mean, low, high), the first on top, with the promised average."""
     figure, axis = subplots(figsize=(WIDTH, 0.24 * len(names) + 1.0), layout="constrained")
-    for position, (mean, low, high) in enumerate(reversed(shares)):
-        axis.plot([low, high], [position, position], color=CERTIFIED, lw=2.5, alpha=0.5)
-        axis.plot([mean], [position], "o", color=CERTIFIED, ms=5)
+    means, low, high = zip(*shares, strict=True)
+    positions = range(len(names))[::-1]
+    axis.hlines(positions, low, high, color=CERTIFIED, lw=2.5, alpha=0.5)
+    axis.plot(means, positions, "o", color=CERTIFIED, ms=5)
     axis.axvline(1 - alpha, **GUIDE)
-    short = [name if len(name) <= 24 else name[:23] + "…" for name in reversed(names)]
-    axis.set(
-        xlabel="coverage",
-        xlim=(min(low for _, low, _ in shares) - 0.02, 1.01),
-        yticks=range(len(names)),
-        yticklabels=short,
-        ylim=(-0.7, len(names) - 0.3),
-    )
-    axis.tick_params(axis="y", labelsize=8)
+    short = [name if len(name) <= 24 else name[:23] + "…" for name in names]
+    axis.set(xlabel="coverage", xlim=(min(low) - 0.02, 1.01), ylim=(-0.7, len(names) - 0.3))
+    axis.set_yticks(positions, short, fontsize=8)
     return figure

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import base64
 import platform
 import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from keepcover.assumption import CHECKED
 from keepcover.errors import InputError, install
 from keepcover.evaluation.manifest import versions
 from keepcover.files import make_folder, write_file
+from keepcover.guarantee import Guarantee
 from keepcover.pages import plots
 
 NARROW = 6.0  # inches; a wider figure takes the whole width of the page, and scrolls on a phone
@@ -83,10 +85,7 @@ class Example:
     @property
     def shown(self) -> list[tuple[str, str]]:
         """Data URIs and texts."""
-        return [
-            (f"data:image/png;base64,{base64.b64encode(plots.pixels(image)).decode()}", text)
-            for image, text in self.images
-        ]
+        return [(plots.data_uri(image), text) for image, text in self.images]
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,31 @@ class Section:
         """The part of the address that leads here."""
         return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-") or "section"
 
+    def markdown(self) -> str:
+        """The section as a model card has it: its words and its table, without pictures."""
+        parts = [f"### {_plain(self.title)}", _plain(self.text)]
+        if self.table is not None:
+            rows = [self.table.head, ["---"] * len(self.table.head), *self.table.texts]
+            parts.append("\n".join(f"| {' | '.join(map(_plain, row))} |" for row in rows))
+        parts += ["\n".join(f"- {_plain(point)}" for point in self.points), _plain(self.note)]
+        return "\n\n".join(part for part in parts if part)
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown shows as it is, in one line.
+
+    Example:
+        >>> print(_plain("a|b *c* <d>"))
+        a\\|b \\*c\\* \\<d>
+    """
+    return text if text == "---" else re.sub(r"([\\`*_<\[\]|#])", r"\\\1", " ".join(text.split()))
+
+
+def rests_on(guarantee: Guarantee) -> Section:
+    """Every assumption with how it is checked."""
+    rows = [[str(one), CHECKED[one.by], one.how] for one in guarantee.assumptions]
+    return Section("What the promise rests on", table=Table(["assumption", "checked", "how"], rows, facts=True))
+
 
 @dataclass
 class Page:
@@ -113,13 +137,17 @@ class Page:
 
     title: str
     subtitle: str
-    guarantee: str = ""
+    guarantee: Guarantee | str = ""
     sections: list[Section] = field(default_factory=list)
     conclusion: str = ""
 
     @property
     def figures(self) -> list[Figure]:
         return [figure for section in self.sections for figure in section.figures]
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, so that its styles and the notebook's do not meet."""
+        return f'<iframe srcdoc="{escape(self.html())}" style="width:100%;height:40em;border:0"></iframe>'
 
     def html(self) -> str:
         try:
@@ -131,6 +159,21 @@ class Page:
         )
         return environment.get_template("report.html").render(page=self, colors=plots.COLORS, dark=plots.DARK)
 
+    def closed(self, facts: Mapping[str, Any]) -> Page:
+        """The page with what its guarantee rests on and where its numbers come from at its end: what is known, then the
+        day, versions and hardware of this page.
+        """
+        if isinstance(self.guarantee, Guarantee):
+            self.sections.append(rests_on(self.guarantee))
+        made = {
+            "this page": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+            "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+            "hardware": f"{_device()}, {platform.machine()}",
+        }
+        rows = [[key, str(value)] for key, value in {**facts, **made}.items()]
+        self.sections.append(Section("Where it comes from", table=Table(["fact", "value"], rows, facts=True)))
+        return self
+
     def write(self, path: Path, figures: Path | None = None) -> Path:
         """Write the page, and its figures as SVG and PNG into a folder where one is named."""
         make_folder(path.parent)
@@ -139,21 +182,6 @@ class Page:
             for figure in self.figures:
                 plots.write_files(figure.drawing, figures, figure.name)
         return path
-
-
-def promise_section(assumptions: Sequence[str]) -> Section:
-    return Section("What the promise rests on", points=assumptions)
-
-
-def origin_section(facts: Mapping[str, Any]) -> Section:
-    """Where the numbers come from: what is known, then the day, versions and hardware of this page."""
-    made = {
-        "this page": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-        "hardware": f"{_device()}, {platform.machine()}",
-    }
-    rows = [[key, str(value)] for key, value in {**facts, **made}.items()]
-    return Section("Where it comes from", table=Table(["fact", "value"], rows, facts=True))
 
 
 def hardware() -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepcover.attacks.audit import Audit
+from keepcover.attacks.audit import Audit, AuditRow
 from keepcover.guarantee import Guarantee
 from keepcover.noise import Threat, get_norm
 from keepcover.pages import plots
@@ -80,16 +80,24 @@ def sizes_section(text: str, table: Table, histograms: Mapping[str, Sequence[int
 
 def classes_section(
     lines: Sequence[tuple[str, tuple[float, float, float], Sequence[str]]],
-    alpha: float,
+    promise: Guarantee,
     head: Sequence[str],
     ranges: str,
     note: str,
     whose: str = "",
+    unit: str = "class",
 ) -> Section:
-    """Coverage by true class, the worst first: (name, (mean, low, high), cells of the table) of every class.
+    """Coverage by true class (or group), the worst first: (name, (mean, low, high), cells of the table) of every class.
 
-    A class is marked where all of its range lies below the promised average; ``ranges`` says what the range is.
+    A class is marked where all of its range lies below what is promised; ``ranges`` says what the range is.
     """
+    alpha, own, plural = promise.alpha, promise.promise.partition, "classes" if unit == "class" else f"{unit}s"
+    promised = f"what is promised to every {unit}" if own and own.unit == unit else "the promised average"
+    text = f"The promise is an average: nothing is promised per {unit}. Some may be covered less often, others more."
+    if own and own.unit == unit:
+        text = f"The promise is made to every {unit}: each has a threshold of its own."
+    elif own and own.unit == "cluster":
+        text = "The promise is made to every cluster of classes, and is an average over the classes of a cluster."
     worst = sorted(lines, key=lambda line: line[1][0])[:MOST_CLASSES]
     rows = [
         [name, Cell(cells[0], "bad" if high < 1 - alpha else ""), *cells[1:]] for name, (_, _, high), cells in worst
@@ -97,19 +105,17 @@ def classes_section(
     (first, (lowest, *_), _), (last, (highest, *_), _) = worst[0], worst[-1]
     left = len(lines) - len(worst)
     figure = Figure(
-        "coverage-by-class",
+        f"coverage-by-{unit}",
         plots.coverage_by_class([name for name, _, _ in worst], [share for _, share, _ in worst], alpha),
-        f"Coverage of every class, with {ranges}; dotted, the promised average.",
-        f"Coverage by class, from {lowest:.3f} for {first} to {highest:.3f} for {last}; the promised average is "
-        f"{1 - alpha:g}.",
+        f"Coverage of every {unit}, with {ranges}; dotted, {promised}.",
+        f"Coverage by {unit}, from {lowest:.3f} for {first} to {highest:.3f} for {last}; {promised} is {1 - alpha:g}.",
     )
     return Section(
-        "Coverage by class",
-        f"{whose}The promise is marginal: nothing is promised per class. Hard classes may be covered less often, easy ones "
-        "more.",
-        Table(["true class", *head], rows),
+        f"Coverage by {unit}",
+        whose + text,
+        Table(["true class" if unit == "class" else unit, *head], rows),
         [figure],
-        note=note + (f" The {len(worst)} classes of lowest coverage; {left} more are not shown." if left else ""),
+        note=note + (f" The {len(worst)} {plural} of lowest coverage; {left} more are not shown." if left else ""),
     )
 
 
@@ -155,11 +161,12 @@ def conclusion(rows: Sequence[dict[str, Any]], alpha: float, within: str) -> str
     elif certified:
         best = min(certified, key=lambda row: row["attacked_size"])
         least = min(row["attacked_coverage"]["mean"] for row in certified)
-        several = f"all {len(certified)} certified methods"
+        who = (
+            f"all {len(certified)} certified methods" if len(certified) > 1 else f"the certified method {best['name']}"
+        )
         said.append(
-            f"What was observed is consistent with the {1 - alpha:.0%} that "
-            f"{several if len(certified) > 1 else 'the certified method ' + best['name']} promised under attack (lowest: {least:.1%}). "
-            f"The smallest sets, {best['attacked_size']:.2f} labels under attack, are those of {best['name']}, from "
+            f"What was observed is consistent with the {1 - alpha:.0%} that {who} promised under attack (lowest: {least:.1%}). The "
+            f"smallest sets, {best['attacked_size']:.2f} labels under attack, are those of {best['name']}, from "
             f"{evaluations(best['draws'])}."
         )
     return " ".join(said)
@@ -167,16 +174,8 @@ def conclusion(rows: Sequence[dict[str, Any]], alpha: float, within: str) -> str
 
 def methods_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Clean and attacked coverage and size of every method; what it comes to stands first, on a phone too."""
-    head = [
-        "method",
-        "verdict",
-        "certified",
-        "draws",
-        "coverage, clean",
-        "size",
-        "coverage, attacked",
-        "size, attacked",
-    ]
+    head = ["method", "verdict", "certified", "draws"]
+    head += ["coverage, clean", "size", "coverage, attacked", "size, attacked"]
     body = []
     for row in rows:
         verdict, kept = _verdict(row["verdict"]), "good" if row["certified"] else ""
@@ -189,26 +188,25 @@ def methods_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def attack_figures(rows: Sequence[dict[str, Any]], alpha: float, within: str) -> list[Figure]:
     """Coverage and size of every method, clean and attacked, a figure each."""
-    coverage = "; ".join(
-        f"{row['name']}: {row['coverage']['mean']:.3f} and {row['attacked_coverage']['mean']:.3f}" for row in rows
-    )
-    size = "; ".join(f"{row['name']}: {row['size']:.2f} and {row['attacked_size']:.2f}" for row in rows)
-    where = f"clean and attacked within {within}"
-    return [
-        Figure(
-            f"{what}-clean-and-attacked",
-            plots.clean_and_attacked(rows, alpha, [what]),
-            f"{title}, {where}.",
-            f"{title}, {where}. {words}.",
-        )
-        for what, title, words in (("coverage", "Coverage", coverage), ("size", "Mean set size", size))
-    ]
+    figures = []
+    for what, title in (("coverage", "Coverage"), ("size", "Mean set size")):
+        pairs = ((row["name"], row[what], row[f"attacked_{what}"]) for row in rows)
+        words = [
+            f"{name}: {clean['mean']:.3f} and {attacked['mean']:.3f}"
+            if what == "coverage"
+            else f"{name}: {clean:.2f} and {attacked:.2f}"
+            for name, clean, attacked in pairs
+        ]
+        caption = f"{title}, clean and attacked within {within}."
+        drawing = plots.clean_and_attacked(rows, alpha, [what])
+        figures.append(Figure(f"{what}-clean-and-attacked", drawing, caption, f"{caption} {'; '.join(words)}."))
+    return figures
 
 
-def audit_table(audit: Audit) -> Table:
+def audit_table(found: Sequence[AuditRow]) -> Table:
     """Every attack on every predictor: observation, p-value and verdict."""
     rows = []
-    for row in audit.rows:
+    for row in found:
         seen = [row.attack, f"{row.radius:g}", interval(row.coverage), f"{row.size:.2f}", f"{row.p_value:.2g}"]
         rows.append([row.name, _verdict(row.verdict), *seen])
     return Table(["predictor", "verdict", "attack", "radius", "coverage", "size", "p-value"], rows)
@@ -220,7 +218,7 @@ def audit_section(audit: Audit) -> Section:
         "The audit: what was promised, what was observed",
         "Every predictor met the same images, clean and attacked. The attacker knows the model, the noise level and the "
         "thresholds, but not the noise that the defender draws.",
-        audit_table(audit),
+        audit_table(audit.rows),
         note="The p-value is the probability of covering this few images or fewer if the promise held, by the law that "
         "includes the luck of the calibration draw; below 0.001 a promise counts as violated.",
     )
@@ -228,31 +226,23 @@ def audit_section(audit: Audit) -> Section:
 
 def audit_examples(audit: Audit, weak: str, certified: str, radius: float, count: int = 6) -> Section | None:
     """Images on which the first predictor lost the label and the second kept it, with both sets."""
-    attack = "softmax", radius
-    label_sets = (audit.sets.get((name, *attack)) for name in (weak, certified))
-    if not all(isinstance(sets, PredictionSets) for sets in label_sets) or not picturable(audit.images):
+    attacks = ("none", 0.0), ("softmax", radius)
+    found = [audit.sets.get((name, attack, r)) for name in (weak, certified) for attack, r in attacks]
+    sets = [one for one in found if isinstance(one, PredictionSets)]
+    if len(sets) < 4 or not picturable(audit.images):
         return None
+    weak_clean, weak_attacked, kept_clean, kept_attacked = sets
+    lost = weak_clean.covers(audit.labels) & ~weak_attacked.covers(audit.labels) & kept_attacked.covers(audit.labels)
 
-    def covered(name: str, attack: str, radius: float) -> Tensor:
-        return audit.sets[name, attack, radius].covers(audit.labels)
+    def text(what: str, first: PredictionSets, second: PredictionSets, i: int) -> str:
+        one, other = (set_words(sets.rows()[i]["labels"]) for sets in (first, second))
+        return f"{what}: {weak} {one}, {certified} {other}"
 
-    lost = covered(weak, "none", 0.0) & ~covered(weak, *attack) & covered(certified, *attack)
-    names = getattr(audit.sets[weak, *attack], "class_names", None)
-
-    def text(what: str, attack: tuple[str, float], i: int) -> str:
-        sets = [f"{name} {set_words(audit.sets[name, *attack].rows()[i]['labels'])}" for name in (weak, certified)]
-        return f"{what}: {', '.join(sets)}"
-
-    examples = [
-        Example(
-            f"truth: {names[int(audit.labels[i])] if names else int(audit.labels[i])}",
-            [
-                (audit.images[i], text("clean", ("none", 0.0), i)),
-                (audit.attacked[weak, *attack][i], text("attacked", attack, i)),
-            ],
-        )
-        for i in lost.nonzero()[:count, 0].tolist()
-    ]
+    names, examples = weak_clean.class_names or range(len(weak_clean.mask[0])), []
+    for i in lost.nonzero()[:count, 0].tolist():
+        clean = audit.images[i], text("clean", weak_clean, kept_clean, i)
+        attacked = audit.attacked[weak, "softmax", radius][i], text("attacked", weak_attacked, kept_attacked, i)
+        examples.append(Example(f"truth: {names[int(audit.labels[i])]}", [clean, attacked]))
     words = f"Images on which {weak} lost the true label under its attack while {certified} kept it under its own."
     return Section("Before and after", words, examples=examples) if examples else None
 
@@ -262,16 +252,15 @@ def audit_examples(audit: Audit, weak: str, certified: str, radius: float, count
 
 def examples_section(sets: PredictionSets, images: Tensor, labels: Tensor, count: int = 12) -> Section:
     """Some images with their sets: missed ones, single labels and larger sets, as many of each as there are."""
-    hit = sets.covers(labels)
+    hit = sets.covers(labels) >= 1  # of several true labels all
     kinds = (~hit, hit & (sets.size == 1), hit & (sets.size > 1))
     chosen = torch.cat([kind.nonzero()[: count // 3, 0] for kind in kinds])
     names = sets.class_names or tuple(str(k) for k in range(sets.mask.shape[1]))
-    examples = [
-        Example(
-            f"truth: {names[int(labels[i])]}{'' if hit[i] else ', missed'}", [(images[i], set_words(row))], not hit[i]
-        )
-        for i, row in zip(chosen.tolist(), sets[chosen].labels(names), strict=True)
-    ]
+    examples = []
+    for i, row in zip(chosen.tolist(), sets[chosen].labels(names), strict=True):
+        true = ", ".join(names[k] for k in (labels[i].nonzero() if labels.ndim == 2 else labels[i]).flatten().tolist())
+        title = f"truth: {true or 'none'}{'' if hit[i] else ', missed'}"
+        examples.append(Example(title, [(images[i], set_words(row))], not hit[i]))
     words = "First the inputs whose set misses the truth, then single labels, then larger sets; the set is below each image."
     return Section("Examples", words, examples=examples)
 

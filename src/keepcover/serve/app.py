@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from fastapi.security import HTTPBearer
-from starlette.exceptions import HTTPException
-from torch import Tensor
 
 import keepcover
-from keepcover.errors import InputError
-from keepcover.prediction.predictor import Level, Predictor
+from keepcover.errors import InputError, reason
+from keepcover.prediction.predictor import Predictor
 from keepcover.serve.batching import Batcher
 from keepcover.serve.images import takes_files
 from keepcover.serve.limits import Bearer, RepeatLimit
@@ -26,14 +23,15 @@ from keepcover.serve.logs import log
 from keepcover.serve.metrics import CONTENT_TYPE, Metrics
 from keepcover.serve.observing import Observe
 from keepcover.serve.reading import Query, Reader
-from keepcover.serve.schemas import PER_QUERY, Answer, Description, Refusal, State
-from keepcover.tasks import PredictionSets
-from keepcover.web.bodies import BodyLimit
+from keepcover.serve.schemas import PER_QUERY, Counted, Description, Outcomes, Refusal, State, answer_model
+from keepcover.serve.watching import Watch
+from keepcover.web.bodies import json_of
 from keepcover.web.images import FORMATS
 from keepcover.web.problems import STATUS, Problem
 from keepcover.web.server import bare_app
 from keepcover.web.settings import Settings
 
+T = TypeVar("T")
 PREDICT = ["bad_request", "slow_body", "body_too_large", "unsupported_media_type", "invalid", "repeated", "overloaded"]
 ABOUT = f"Prediction sets that keep their coverage under attack. {PER_QUERY}"
 
@@ -41,27 +39,30 @@ ABOUT = f"Prediction sets that keep their coverage under attack. {PER_QUERY}"
 def image_shape(predictor: Predictor, settings: Settings) -> tuple[int, ...]:
     """The shape of one image: what the predictor was calibrated on, or what the operator says where it does not know."""
     seen, given = predictor.inputs, settings.shape
-    known = None if seen is None else seen.shape
-    if known is not None and given is not None and known != given:
+    known = given if seen is None or seen.shape is None else seen.shape
+    if given is not None and known != given:
         raise InputError(f"the predictor was calibrated on images of shape {known}, not {given}; leave the shape out")
-    if seen is not None and (seen.low < 0 or seen.high > 1):
+    if seen is not None and not seen.tokens and (seen.low < 0 or seen.high > 1):
         raise InputError(
             f"the service takes values in [0, 1], this predictor was calibrated on [{seen.low:.3g}, {seen.high:.3g}]; scale the "
             "inputs inside the model and calibrate again"
         )
-    shape = known or given
-    if shape is None:
+    if known is None:
         raise InputError("this predictor's file does not say the shape of its images; give it, for instance 3x32x32")
-    return shape
+    return known
 
 
 def warm_up(predictor: Predictor, shape: tuple[int, ...]) -> None:
     """Answer one query for every level, so that a model that does not fit is found before a client finds it."""
+    seen = predictor.inputs
+    blank = torch.full((1, *shape), int(seen.low)) if seen is not None and seen.tokens else torch.zeros(1, *shape)
+    groups = predictor.rule.asked.promise.groups
     try:
-        predictor.predict_all(torch.zeros(1, *shape))
+        predictor.predict_all(blank, groups=None if groups is None else groups.per[:1])
     except (RuntimeError, TypeError, IndexError) as error:  # what models raise at a shape they do not take
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"the model fails on an image of shape {shape}: {reason}; give the right shape") from None
+        raise InputError(
+            f"the model fails on an image of shape {shape}: {reason(error)}; give the right shape"
+        ) from None
 
 
 class Service:
@@ -72,21 +73,20 @@ class Service:
         predictor.running.progress = False  # without a model there is nothing to serve, and this says so
         self.shape = image_shape(predictor, settings)
         self.reader = Reader(predictor, self.shape, settings)
-        self.metrics = Metrics(predictor.classes)
+        self.metrics = Metrics(predictor.task.candidates)
         self.batcher = Batcher(
-            self._sets,
+            # No seed and no ids: a fresh key from the operating system for this call, and positions as ids.
+            lambda images, level, groups: predictor.predict(
+                images, alpha=level[0], epsilon=level[1], groups=groups, unknown=settings.unknown
+            ),
             max_batch=settings.max_batch,
             max_wait=settings.batch_wait,
             max_queue=settings.max_queue,
             observe=self.metrics.batch,
         )
-        self.bearer = None if settings.token is None else Bearer(settings.token)
+        self.watch, self.monitoring = Watch(predictor, settings), ThreadPoolExecutor(1, "keepcover-monitor")
         limit = settings.repeat_limit
         self.repeats = None if limit is None else RepeatLimit(limit, settings.repeat_window, settings.repeat_entries)
-
-    def _sets(self, images: Tensor, level: Level) -> PredictionSets:
-        # No seed and no ids: a fresh key from the operating system for this call, and positions as ids.
-        return self.predictor.predict(images, alpha=level[0], epsilon=level[1])
 
     async def answer(self, request: Request) -> dict[str, Any]:
         """One clock for everything after the body: parsing, decoding, waiting, the model."""
@@ -107,7 +107,7 @@ class Service:
         self.batcher.check_room(len(query.images))
         if self.repeats is not None:
             self.repeats.count(request.client.host if request.client else "", query.images)
-        job = self.batcher.accept(query.images, query.level)
+        job = self.batcher.accept(query.images, query.level, query.groups)
         self.metrics.accepted.inc()
         self.metrics.queue.set(self.batcher.waiting)
         try:
@@ -116,15 +116,30 @@ class Service:
             self.metrics.queue.set(self.batcher.waiting)
         self.metrics.answered.inc()
         promise = self.reader.promises[query.level]
-        self.metrics.sets(sets.size.tolist(), promise.draws)
+        self.metrics.sets(sets.size.tolist(), promise.draws, int(sets.trivial.sum()))
         return {
             "request_id": request.state.request_id,
             "guarantee": str(promise),
             "alpha": promise.alpha,
             "epsilon": promise.epsilon,
             "certified": promise.certified,
-            "sets": rows(sets),
+            "sets": sets.answers(),
+            "ticket": self._noted(query, sets),
         }
+
+    def _noted(self, query: Query, sets: Any) -> str | None:
+        if self.watch.saw(query.level, sets):
+            self.monitoring.submit(self.watch.write)
+        group = self.predictor.grouped(query.groups, len(sets), self.settings.unknown)
+        return self.watch.ticket(query.level, sets, group)
+
+    async def outcomes(self, request: Request) -> dict[str, float]:
+        given = await json_of(request, Outcomes, self.watch.longest)  # parsing holds up every other answer
+        return await self.watching(lambda: self.watch.outcomes(given.ticket, given.labels))
+
+    async def watching(self, work: Callable[[], T]) -> T:
+        """On the one thread that waits for the monitor's file, so that no answer does."""
+        return await asyncio.wrap_future(self.monitoring.submit(work))
 
     def describe(self) -> dict[str, Any]:
         predictor, names = self.predictor, self.predictor.class_names
@@ -132,40 +147,33 @@ class Service:
             "version": keepcover.__version__,
             "guarantees": [promise.to_dict() for promise in self.reader.promises.values()],
             "per_query": PER_QUERY,
-            "classes": predictor.classes,
+            "warning": predictor.warning,
+            "classes": predictor.task.candidates,
             "class_names": None if names is None else list(names),
+            "groups": None if self.reader.groups is None else list(self.reader.groups.values()),
             "image_shape": list(self.shape),
-            "pixel_range": [0.0, 1.0],
+            "pixel_range": list(map(float, self.reader.tokens or (0, 1))),
             "image_files": [name.lower() for name in FORMATS] if takes_files(self.shape) else [],
             "draws": predictor.draws,
             "model_fingerprint": None if predictor.identity is None else predictor.identity.fingerprint,
             "limits": self.settings.limits(),
         }
 
-    def health(self) -> tuple[int, str, str | None]:
+    def health(self) -> State:
         """Alive unless the model has hung: longer in one call than any client would wait twice."""
         stuck = self.batcher.busy_for
         if stuck > 2 * self.settings.answer_timeout:
-            return 503, "stuck", f"the model has not come back for {stuck:.0f} s"
-        return 200, "ok", None
+            return State(status="stuck", detail=f"the model has not come back for {stuck:.0f} s")
+        return State(status="ok")
 
-    def readiness(self) -> tuple[int, str, str | None]:
-        status, word, detail = self.health()
-        if status == 200 and not self.batcher.alive:
-            return 503, "stopping" if self.batcher.stopping else "starting", None
-        pool = self.reader.pool
-        if status == 200 and (pool.full or pool.behind > self.settings.answer_timeout / 2):
-            return 503, "overloaded", f"requests wait {pool.behind:.0f} s to be parsed and decoded"
-        return status, word, detail
-
-
-def rows(sets: PredictionSets) -> list[dict[str, Any]]:
-    """The sets as they are sent: labels as text, and their indices beside them."""
-    numbers = replace(sets, class_names=None).labels()
-    return [
-        {**row, "labels": [str(label) for label in row["labels"]], "indices": indices}
-        for row, indices in zip(sets.rows(), numbers, strict=True)
-    ]
+    def readiness(self) -> State:
+        """Ready unless it is not alive, not running, or behind with what it has taken."""
+        health, pool = self.health(), self.reader.pool
+        if health.status == "ok" and not self.batcher.alive:
+            return State(status="stopping" if self.batcher.stopping else "starting")
+        if health.status == "ok" and (pool.full or pool.behind > self.settings.answer_timeout / 2):
+            return State(status="overloaded", detail=f"requests wait {pool.behind:.0f} s to be parsed and decoded")
+        return health
 
 
 def create_app(predictor: Predictor, settings: Settings | None = None) -> FastAPI:
@@ -188,18 +196,14 @@ def create_app(predictor: Predictor, settings: Settings | None = None) -> FastAP
         log.info("ready", extra={"fields": {"guarantee": str(predictor.guarantee)}})
         yield
         free = await service.batcher.close(settings.shutdown_timeout)
+        await service.watching(service.watch.write)
         counts = {name: service.metrics.own(f"{name}_total") for name in ("accepted", "answered")}
         log.log(logging.INFO if free else logging.ERROR, "drained" if free else "model hangs", extra={"fields": counts})
 
-    app = bare_app("keepcover", lifespan, description=ABOUT)
+    limits = {name: getattr(settings, name) for name in ("max_body", "max_bodies", "body_timeout")}
+    app = bare_app("keepcover", lifespan, _refuse, description=ABOUT, **limits)
+    app.add_middleware(Observe, metrics=service.metrics)  # added last, so it is outermost
     app.state.service = service
-    # Added last is outermost.
-    app.add_middleware(
-        BodyLimit, max_body=settings.max_body, max_bodies=settings.max_bodies, timeout=settings.body_timeout
-    )
-    app.add_middleware(Observe, metrics=service.metrics)
-    app.add_exception_handler(Problem, _refuse)
-    app.add_exception_handler(HTTPException, _refuse)
     _routes(app, service)
     return app
 
@@ -211,6 +215,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 def _refusals(*codes: str) -> dict[int | str, dict[str, Any]]:
+    """What a route may refuse, for OpenAPI."""
     found: dict[int | str, dict[str, Any]] = {}
     for code in codes:
         headers = {"Retry-After": {"schema": {"type": "integer"}}} if STATUS[code] in (429, 503) else {}
@@ -219,62 +224,67 @@ def _refusals(*codes: str) -> dict[int | str, dict[str, Any]]:
 
 
 def _routes(app: FastAPI, service: Service) -> None:
-    guarded: dict[str, Any] = {}
-    if service.bearer is not None:
-        bearer = service.bearer
+    token, private = service.settings.token, APIRouter()
+    if token is not None:
+        private = APIRouter(dependencies=[Depends(Bearer(token))], responses=_refusals("unauthorized"))
 
-        async def authorize(request: Request) -> None:
-            bearer.check(request.headers.get("authorization"))
-
-        scheme = HTTPBearer(auto_error=False)
-        guarded = {"dependencies": [Depends(authorize), Depends(scheme)]}
-    unauthorized = ("unauthorized",) if guarded else ()
-
-    @app.post(
+    @private.post(
         "/v1/predict",
         summary="Prediction sets for images",
-        response_model=Answer,
-        responses=_refusals(*unauthorized, *PREDICT),
+        response_model=answer_model(service.predictor.task.name),
+        responses=_refusals(*PREDICT),
         openapi_extra={"requestBody": service.reader.openapi()},
-        **guarded,
     )
     async def predict(request: Request) -> Response:
         return JSONResponse(await service.answer(request))
 
-    @app.get(
-        "/v1/predictor",
-        summary="The promise, the classes and the limits",
-        response_model=Description,
-        responses=_refusals(*unauthorized),
-        **guarded,
-    )
+    @private.get("/v1/predictor", summary="The promise, the classes and the limits", response_model=Description)
     async def describe() -> Response:
         return JSONResponse(service.describe())
 
-    state: dict[str, Any] = {"response_model": State, "responses": {503: {"model": State}}}
-
-    @app.get("/healthz", summary="Whether the process works", **state)
-    async def health() -> Response:
-        return _state(*service.health())
-
-    @app.get("/readyz", summary="Whether to send requests here", **state)
-    async def readiness() -> Response:
-        return _state(*service.readiness())
-
-    @app.get(
-        "/metrics",
-        summary="Prometheus metrics",
-        response_class=PlainTextResponse,
-        responses=_refusals(*unauthorized),
-        **guarded,
+    @private.post(
+        "/v1/outcomes",
+        summary="True labels, once they are known",
+        response_model=Counted,
+        responses=_refusals(
+            "bad_request", "slow_body", "counted", "body_too_large", "unsupported_media_type", "invalid"
+        ),
+        openapi_extra={
+            "requestBody": {"required": True, "content": {"application/json": {"schema": Outcomes.model_json_schema()}}}
+        },
     )
-    async def metrics() -> Response:
-        return Response(service.metrics.render(), media_type=CONTENT_TYPE)
+    async def outcomes(request: Request) -> Response:
+        return JSONResponse(await service.outcomes(request))
 
-    @app.get("/openapi.json", include_in_schema=False, **guarded)
+    @private.get("/v1/monitor", summary="Whether the promise is kept and queries are as before")
+    async def watched() -> dict[str, Any]:
+        return await service.watching(service.watch.report)
+
+    @private.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        own = await service.watching(service.watch.render)
+        return Response(service.metrics.render() + own, media_type=CONTENT_TYPE)
+
+    @app.get("/", summary="The routes")
+    async def index() -> dict[str, str]:
+        paths = app.openapi()["paths"].items()
+        return {f"{verb.upper()} {path}": about["summary"] for path, verbs in paths for verb, about in verbs.items()}
+
+    @private.get("/openapi.json", include_in_schema=False)
     async def schema() -> Response:
         return JSONResponse(app.openapi())
 
+    @app.get("/healthz", summary="Whether the process works", responses={503: {"model": State}})
+    async def health(response: Response) -> State:
+        return _state(service.health(), response)
 
-def _state(status: int, word: str, detail: str | None) -> Response:
-    return JSONResponse({"status": word, "detail": detail}, status)
+    @app.get("/readyz", summary="Whether to send requests here", responses={503: {"model": State}})
+    async def readiness(response: Response) -> State:
+        return _state(service.readiness(), response)
+
+    app.include_router(private)
+
+
+def _state(state: State, response: Response) -> State:
+    response.status_code = 200 if state.status == "ok" else 503
+    return state

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -22,7 +23,9 @@ from torch import Tensor
 from keepcover.prediction.predictor import Level
 from keepcover.web.problems import Problem
 
-Predict = Callable[[Tensor, Level], Any]  # images [n, ...] and a level -> n sets, which can be sliced
+Groups = Sequence[str | int] | None
+# Images [n, ...], a level and the groups of the images -> n sets, which can be sliced.
+Predict = Callable[[Tensor, Level, Groups], Any]
 
 
 @dataclass(eq=False)
@@ -31,6 +34,7 @@ class Job:
 
     images: Tensor
     level: Level
+    groups: Groups
     answer: asyncio.Future[Any]
 
 
@@ -97,7 +101,7 @@ class Batcher:
         return False
 
     def check_room(self, images: int) -> None:
-        """Refuse what the queue cannot take now; whatever is refused here has cost nothing."""
+        """Refuse what the queue cannot take now, before it has cost anything."""
         if self.stopping:
             raise Problem("stopping", "the service is shutting down; ask another replica", retry_after=1.0)
         if self.waiting + images > self.max_queue:
@@ -107,11 +111,11 @@ class Batcher:
                 retry_after=self.waiting * self._seconds_per_image,
             )
 
-    def accept(self, images: Tensor, level: Level) -> Job:
+    def accept(self, images: Tensor, level: Level, groups: Groups = None) -> Job:
         """Put the images of one request in the queue; from here on it will be answered."""
         self.check_room(len(images))
         self.start()  # for an application that mounts this one and does not run our lifespan
-        job = Job(images, level, asyncio.get_running_loop().create_future())
+        job = Job(images, level, groups, asyncio.get_running_loop().create_future())
         self._jobs.append(job)
         self.waiting += len(images)
         self._wake.set()
@@ -138,7 +142,7 @@ class Batcher:
                 results = await loop.run_in_executor(thread, self._run, batch)
                 images, seconds, self.busy_since = sum(len(job.images) for job in batch), self.busy_for, None
                 self._seconds_per_image = 0.8 * self._seconds_per_image + 0.2 * seconds / images
-                for job, result in zip(batch, results, strict=True):
+                for job, result in results.items():
                     if job.answer.done():  # timed out or gone
                         continue
                     if isinstance(result, Exception):
@@ -157,14 +161,11 @@ class Batcher:
                 return False
             self._wake.clear()
             await self._wake.wait()
-        deadline = asyncio.get_running_loop().time() + self.max_wait
-        while self.waiting < self.max_batch and not self.stopping:
-            self._wake.clear()
-            try:
-                async with asyncio.timeout_at(deadline):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.max_wait):
+                while self.waiting < self.max_batch and not self.stopping:
+                    self._wake.clear()
                     await self._wake.wait()
-            except TimeoutError:
-                break
         return True
 
     def _take(self) -> list[Job]:
@@ -176,22 +177,18 @@ class Batcher:
         self.waiting -= taken
         return batch
 
-    def _run(self, batch: list[Job]) -> list[Any]:
+    def _run(self, batch: list[Job]) -> dict[Job, Any]:
         """On the model's thread: one call per level; where a call fails, each of its jobs alone."""
-        results: dict[int, Any] = {}
+        results: dict[Job, Any] = {}
         for level in dict.fromkeys(job.level for job in batch):
-            members = [at for at, job in enumerate(batch) if job.level == level]
+            members = [job for job in batch if job.level == level]
             try:
-                sets = self._predict(torch.cat([batch[at].images for at in members]), level)
-                ends = accumulate((len(batch[at].images) for at in members), initial=0)
+                known = [job.groups for job in members if job.groups is not None]
+                groups = [name for names in known for name in names] if known else None
+                sets = self._predict(torch.cat([job.images for job in members]), level, groups)
+                ends = accumulate((len(job.images) for job in members), initial=0)
                 results.update(zip(members, (sets[a:b] for a, b in pairwise(ends)), strict=True))
             except Exception as error:
-                for at in members:
-                    results[at] = error if len(members) == 1 else self._alone(batch[at])
-        return [results[at] for at in range(len(batch))]
-
-    def _alone(self, job: Job) -> Any:
-        try:
-            return self._predict(job.images, job.level)
-        except Exception as error:
-            return error
+                for job in members:
+                    results |= {job: error} if len(members) == 1 else self._run([job])
+        return results

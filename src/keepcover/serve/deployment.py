@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from fastapi import FastAPI
 
-from keepcover.prediction.predictor import Predictor
 from keepcover.serve.app import create_app
 from keepcover.specs import load_predictor
 from keepcover.web.settings import Settings
@@ -24,7 +23,7 @@ class Deployment:
         weights: checkpoint of a built-in model.
         fingerprint: the string given at calibration for a model that is not an ``nn.Module``.
         device: where the model runs; its own choice by default.
-        output: what an ONNX file returns, ``logits`` or ``probabilities``.
+        model_output: what an ONNX file returns, ``logits`` or ``probabilities``.
         threads: CPU threads of torch in each process.
         settings: limits and policies.
     """
@@ -34,18 +33,14 @@ class Deployment:
     weights: str | Path | None = None
     fingerprint: str | None = None
     device: str | None = None
-    output: str = "logits"
+    model_output: str = "logits"
     threads: int | None = None
     settings: Settings = field(default_factory=Settings)
-
-    def load(self) -> Predictor:
-        """Read the file and put the model under it."""
-        return load_predictor(
-            self.predictor, self.model, self.weights, self.device, self.output, fingerprint=self.fingerprint
-        )
 
     def build(self) -> FastAPI:
         """Load the model in this process and build the application around it."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        return create_app(self.load(), self.settings)
+        how = (self.weights, self.device, self.model_output)
+        predictor = load_predictor(self.predictor, self.model, *how, fingerprint=self.fingerprint)
+        return create_app(predictor, self.settings)

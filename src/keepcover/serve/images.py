@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float
 from PIL import Image, ImageOps
 
-from keepcover.web.images import JPEG, PASSES, opened
+from keepcover.web.images import JPEG, PASSES, opened, values
 from keepcover.web.problems import invalid
 
 # What a file's mode may become without the choice of a formula: grey is the same in three channels, a palette is looked up.
@@ -45,9 +45,7 @@ def decode(
     with opened(content, name, max_work) as image:
         mode = _check_header(image, shape, name, resize, max_pixels)
         image.load()
-        pixels = _fit(image.convert(mode), shape, resize)
-    values = np.asarray(pixels, dtype=np.uint8).reshape(*shape[1:], shape[0])
-    return np.ascontiguousarray(values.transpose(2, 0, 1), dtype=np.float32) / np.float32(255)
+        return values(_fit(image.convert(mode), shape, resize), shape)
 
 
 def _check_header(image: Image.Image, shape: tuple[int, int, int], name: str, resize: str, max_pixels: int) -> str:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from fastapi.security import HTTPBearer
+from starlette.requests import HTTPConnection
 from starlette.types import Scope
 from torch import Tensor
 
@@ -70,7 +72,7 @@ class ReadingPool:
         return await asyncio.wrap_future(future)
 
 
-class Bearer:
+class Bearer(HTTPBearer):
     """Whether an ``Authorization`` header carries the token, in time that does not depend on what it carries.
 
     Example:
@@ -82,17 +84,18 @@ class Bearer:
     """
 
     def __init__(self, token: str) -> None:
+        super().__init__(scheme_name="HTTPBearer")
         self._digest = hashlib.sha256(token.encode()).digest()
 
-    def check(self, header: str | None) -> None:
-        scheme, _, given = (header or "").partition(" ")
+    async def __call__(self, request: HTTPConnection) -> None:
+        self.check(request.headers.get("authorization", ""))
+
+    def check(self, header: str) -> None:
+        scheme, _, given = header.partition(" ")
         same = hmac.compare_digest(hashlib.sha256(given.encode()).digest(), self._digest)
         if not (same and scheme.lower() == "bearer"):
-            raise Problem(
-                "unauthorized",
-                "expected the header Authorization: Bearer TOKEN with this service's token",
-                headers={"www-authenticate": "Bearer"},
-            )
+            message = "expected the header Authorization: Bearer TOKEN with this service's token"
+            raise Problem("unauthorized", message, headers={"www-authenticate": "Bearer"})
 
 
 class RepeatLimit:
@@ -118,12 +121,9 @@ class RepeatLimit:
             recent = [at for at in self._times.get(key, []) if at > now - self.window]
             if len(recent) + times > self.limit:
                 wait = recent[0] + self.window - now if recent else self.window
-                raise Problem(
-                    "repeated",
-                    f"the same image at most {self.limit} times in {self.window:g} s: the guarantee is per query, and not for "
-                    "the best of many",
-                    retry_after=wait,
-                )
+                allowed = f"the same image at most {self.limit} times in {self.window:g} s"
+                why = "the guarantee is per query, and not for the best of many"
+                raise Problem("repeated", f"{allowed}: {why}", retry_after=wait)
         for key, times in asked.items():
             recent = [at for at in self._times.pop(key, []) if at > now - self.window]
             self._times[key] = recent + [now] * times

@@ -1,6 +1,6 @@
 """What the service counts, by ``prometheus_client``, in its multiprocess mode where several workers share a folder.
 
-Whichever worker is asked adds up the files of all of them. Counters of workers that have ended keep counting; their gauges
+The worker that is asked adds up the files of all workers. Counters of workers that have ended keep counting; their gauges
 end with them.
 """
 
@@ -16,8 +16,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # the library reads it when it is first imported
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+LENGTHS = tuple(10.0**power for power in range(-4, 7))  # of intervals, in whatever unit
 IMAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-ROUTES = ("/v1/predict", "/v1/predictor", "/healthz", "/readyz", "/metrics", "/openapi.json")
 SHARE = """\
 # HELP keepcover_trivial_share Share of all sets so far that hold every label.
 # TYPE keepcover_trivial_share gauge
@@ -30,15 +30,16 @@ class Metrics:
 
     Example:
         >>> metrics = Metrics(classes=10)
-        >>> metrics.sets([1, 3, 10], draws=16)
+        >>> metrics.sets([1, 3, 10], draws=16, trivial=1)
         >>> metrics.own("draws_total")
         48
     """
 
-    def __init__(self, classes: int) -> None:
-        self.classes, self.registry = classes, CollectorRegistry()
+    def __init__(self, classes: int | None) -> None:
+        self.registry = CollectorRegistry()
         own = {"namespace": "keepcover", "registry": self.registry}
-        sizes = (*(size for size in (0, 1, 2, 3, 5, 10, 20, 50, 100, 200, 500) if size < classes), classes)
+        usual = (0, 1, 2, 3, 5, 10, 20, 50, 100, 200, 500)
+        sizes = LENGTHS if classes is None else (*(size for size in usual if size < classes), classes)
         self.requests = Counter("requests", "Requests answered.", ("route", "status"), **own)
         self.seconds = Histogram(
             "request_seconds", "Seconds from the first byte to the answer.", ("route",), buckets=SECONDS, **own
@@ -50,12 +51,13 @@ class Metrics:
         self.batch_images = Histogram("batch_images", "Images per call of the model.", buckets=IMAGES, **own)
         self.batch_seconds = Histogram("batch_seconds", "Seconds per call of the model.", buckets=SECONDS, **own)
         self.draws = Counter("draws", "Noisy model evaluations spent on answers.", **own)
-        self.set_size = Histogram("set_size", "Labels per prediction set.", buckets=sizes, **own)
-        self.trivial = Counter("trivial_sets", "Sets that hold every label: true, but they say nothing.", **own)
+        self.set_size = Histogram(
+            "set_size", "Size of prediction sets: labels, labels per pixel, or lengths.", buckets=sizes, **own
+        )
+        self.trivial = Counter("trivial_sets", "Sets that hold everything: true, but they say nothing.", **own)
 
     def request(self, route: str, status: str, seconds: float, code: str | None = None) -> None:
-        """One request answered."""
-        route = route if route in ROUTES else "other"
+        """One request answered; the route as the application names it, so that there are few of them."""
         self.requests.labels(route, status).inc()
         self.seconds.labels(route).observe(seconds)
         if code is not None:
@@ -66,12 +68,12 @@ class Metrics:
         self.batch_images.observe(images)
         self.batch_seconds.observe(seconds)
 
-    def sets(self, sizes: Sequence[int], draws: int) -> None:
-        """The sets of one answer."""
+    def sets(self, sizes: Sequence[float], draws: int, trivial: int) -> None:
+        """The sets of one answer, so many of which say nothing."""
         for size in sizes:
             self.set_size.observe(size)
         self.draws.inc(draws * len(sizes))
-        self.trivial.inc(sum(size == self.classes for size in sizes))
+        self.trivial.inc(trivial)
 
     def own(self, name: str) -> int:
         """A number without labels, of this process alone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from keepcover.errors import InputError
 from keepcover.prediction.predictor import Level, Predictor
 from keepcover.serve.images import decode, takes_files
 from keepcover.serve.limits import ReadingPool
-from keepcover.serve.schemas import SEED, check_structure, explain, request_model
+from keepcover.serve.schemas import FIELDS, GROUPED, LONGEST, SEED, check_structure, explain, request_model, unknown
 from keepcover.web.bodies import form_of, media_type
 from keepcover.web.images import FORMATS, PASSES
 from keepcover.web.problems import Problem, invalid
@@ -27,10 +27,11 @@ from keepcover.web.settings import KIB, Settings
 
 @dataclass(frozen=True)
 class Query:
-    """Images [n, ...] in [0, 1] and the (alpha, epsilon) to answer for."""
+    """Images [n, ...] in [0, 1], the (alpha, epsilon) to answer for, and the group of each where the promise is per group."""
 
     images: Tensor
     level: Level
+    groups: Sequence[str | int] | None = None
 
 
 class Reader:
@@ -40,7 +41,12 @@ class Reader:
         self.predictor, self.shape, self.settings = predictor, shape, settings
         alphas, epsilons = (list(dict.fromkeys(values)) for values in zip(*predictor.levels, strict=True))
         self.promises = {level: predictor.at(*level).guarantee for level in predictor.levels}
-        self.model = request_model(shape, settings.max_images, alphas, epsilons)
+        seen = predictor.inputs
+        self.tokens = (int(seen.low), int(seen.high)) if seen is not None and seen.tokens else None
+        clause = predictor.rule.asked.promise.groups
+        self.groups = None if clause is None else {str(name): name for name in clause.per}
+        self.names = FIELDS if clause is None else GROUPED
+        self.model = request_model(shape, settings.max_images, alphas, epsilons, self.tokens, clause is not None)
         self.pool = ReadingPool(settings.max_queue)
 
     async def receive(self, request: Request) -> Callable[[], Query]:
@@ -51,28 +57,40 @@ class Reader:
         if kind == "application/json":
             return partial(self._json, await request.body())
         if kind == "multipart/form-data" and takes_files(self.shape):
-            async with form_of(request, self.settings.max_images, max_part_size=KIB) as form:
-                level = self._level(*(_number(form, name) for name in ("alpha", "epsilon")))
-                return partial(self._decode, await self._files(form), level)
+            most = self.settings.max_images
+            async with form_of(request, most, KIB, 2 if self.groups is None else 2 + most) as form:
+                alpha, epsilon = (_number(form, name) for name in ("alpha", "epsilon"))
+                files, groups = await self._files(form), None
+                if self.groups is not None:  # a form carries text alone: names of groups that are numbers are looked up
+                    groups = [self.groups.get(name, name) for name in map(str, form.getlist("groups"))]
+                return partial(self._decode, files, *self._asked(alpha, epsilon, groups, len(files)))
         files = " or multipart/form-data with image files" if takes_files(self.shape) else ""
         raise Problem(
             "unsupported_media_type", f"expected content type application/json{files}, got {kind[:80] or 'none'}"
         )
 
-    def _level(self, alpha: float | None, epsilon: float | None) -> Level:
+    def _asked(
+        self, alpha: float | None, epsilon: float | None, groups: Sequence[str | int] | None, images: int
+    ) -> tuple[Level, Sequence[str | int] | None]:
+        """The level and the groups of so many images, as they came, checked."""
+        if groups is not None and len(groups) != images:
+            raise invalid(f"expected the group of each of {images} images in the field groups, got {len(groups)}")
         try:
-            return next(iter(self.predictor.at(alpha, epsilon).levels))
+            self.predictor.grouped(groups, images, self.settings.unknown)
+            return next(iter(self.predictor.at(alpha, epsilon).levels)), groups
         except InputError as error:
             raise invalid(str(error)) from None
 
     def _json(self, body: bytes) -> Query:
-        check_structure(body, self.shape, self.settings.max_images)
+        check_structure(body, self.shape, self.settings.max_images, self.names)
         try:
             parsed: Any = self.model.model_validate_json(body)
         except ValidationError as error:
-            raise explain(error.errors(include_url=False)[0], self.shape, self.settings.max_images) from None
-        level = self._level(parsed.alpha, parsed.epsilon)
-        return Query(torch.from_numpy(np.array(parsed.images, dtype=np.float64)), level)
+            first = error.errors(include_url=False)[0]
+            raise explain(first, self.shape, self.settings.max_images, self.names) from None
+        kind = np.float64 if self.tokens is None else np.int64
+        asked = self._asked(parsed.alpha, parsed.epsilon, getattr(parsed, "groups", None), len(parsed.images))
+        return Query(torch.from_numpy(np.array(parsed.images, dtype=kind)), *asked)
 
     async def _files(self, form: FormData) -> list[tuple[str, bytes]]:
         files: list[tuple[str, bytes]] = []
@@ -81,44 +99,36 @@ class Reader:
                 files.append((f"images[{len(files)}]", await value.read()))
             elif name == "images":
                 raise invalid("expected files in the form field images: every part needs a filename")
-            elif name not in ("alpha", "epsilon"):
-                hint = SEED if name == "seed" else "the fields are images (files), alpha and epsilon"
-                raise invalid(f"unexpected form field {name[:40]!r}; {hint}")
+            elif name not in self.names:
+                raise unknown(name, ("images (files)", *self.names[1:]), "unexpected form field")
         if not files:
             raise invalid(f"expected at least one file in the form field images ({', '.join(FORMATS)})")
         return files
 
-    def _decode(self, files: list[tuple[str, bytes]], level: Level) -> Query:
-        channels, height, width = self.shape
-        settings = self.settings
+    def _decode(self, files: list[tuple[str, bytes]], level: Level, groups: Sequence[str | int] | None) -> Query:
+        (channels, height, width), settings = self.shape, self.settings
         # The files of one request share its work; one of exactly the model's size may always have its passes.
         work = PASSES * max(settings.max_pixels // len(files), height * width)
         arrays = [
             decode(content, (channels, height, width), name, settings.resize, settings.max_pixels, work)
             for name, content in files
         ]
-        return Query(torch.from_numpy(np.stack(arrays)), level)
+        return Query(torch.from_numpy(np.stack(arrays)), level, groups)
 
     def openapi(self) -> dict[str, Any]:
         """The request body, for OpenAPI."""
         schema = self.model.model_json_schema()
         content: dict[str, Any] = {"application/json": {"schema": schema}}
         if takes_files(self.shape):
-            fields = {name: schema["properties"][name] for name in ("alpha", "epsilon")}
             kinds = ", ".join(f"image/{name.lower()}" for name in FORMATS)
-            images = {
-                "type": "array",
-                "minItems": 1,
-                "maxItems": self.settings.max_images,
-                "items": {"type": "string", "format": "binary", "contentMediaType": kinds},
-            }
-            number = {name: {"type": "number", "enum": field["anyOf"][0]["enum"]} for name, field in fields.items()}
-            form = {
-                "type": "object",
-                "properties": {"images": images, **number},
-                "required": ["images"],
-                "additionalProperties": False,
-            }
+            file = {"type": "string", "format": "binary", "contentMediaType": kinds}
+            images = {"type": "array", "minItems": 1, "maxItems": self.settings.max_images, "items": file}
+            numbers = {name: schema["properties"][name]["anyOf"][0] for name in ("alpha", "epsilon")}
+            form = {key: schema[key] for key in ("type", "required", "additionalProperties")}
+            form["properties"] = {"images": images, **numbers}
+            if self.groups is not None:
+                text = {"type": "string", "maxLength": LONGEST}
+                form["properties"]["groups"] = {**schema["properties"]["groups"], "items": text}
             content["multipart/form-data"] = {"schema": form, "encoding": {"images": {"contentType": kinds}}}
         return {"required": True, "content": content}
 

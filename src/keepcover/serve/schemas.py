@@ -5,23 +5,27 @@ from __future__ import annotations
 import math
 import re
 import reprlib
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema, create_model
 from pydantic_core import ErrorDetails
 
 from keepcover.web.problems import STATUS, Problem, invalid
-from keepcover.web.settings import Settings, offered
+from keepcover.web.settings import Settings
 
 PER_QUERY = (
-    "The promise holds for each query separately, over the randomness of calibration, query and noise. It is not a promise "
-    "per class, not for several alpha or epsilon at once or one picked after seeing sets, and not for the best of many "
-    "repeated queries about one image: every answer draws fresh noise, so a client that asks often enough sees a set miss."
+    "The promise holds for each query separately; the guarantee says for whom, and over what it is an average. It does not hold for "
+    "several alpha or epsilon at once or one picked after seeing sets, and not for the best of many repeated queries about one "
+    "image: every answer draws fresh noise, so a client that asks often enough sees a set miss."
 )
 SEED = "noise is drawn fresh from the operating system for every answer and cannot be set"
 
 
 FIELDS = ("images", "alpha", "epsilon")
+GROUPED = (*FIELDS, "groups")  # of a predictor whose promise is per group
+LONGEST = 200  # characters of a group's name
 _NAME = re.compile(rb'"([^"\\]*+)"\s*+:')
 
 
@@ -34,6 +38,45 @@ class Set(BaseModel):
     trivial: bool = Field(description="Whether it holds every label: true, but it says nothing.")
 
 
+class Intervals(BaseModel):
+    """A union of intervals for one input."""
+
+    intervals: list[Any] = Field(
+        description="[lower, upper] of every piece, null at infinity; one list per target where there are several."
+    )
+    size: float | None = Field(description="Length, the mean over targets; null where it is infinite.")
+    trivial: bool = Field(description="Whether it has no end: true, but it says nothing.")
+
+
+class Runs(BaseModel):
+    """A mask of one class."""
+
+    label: str
+    index: int
+    runs: list[int] = Field(description="Lengths of runs of pixels, row by row, the first of them outside the mask.")
+
+
+class Scene(BaseModel):
+    """Labels of the pixels of one image."""
+
+    height: int
+    width: int
+    certain: float = Field(description="Share of pixels where one label alone is kept.")
+    possible: float = Field(description="Share of pixels where a label is kept beside others.")
+    excluded: float = Field(description="Share of pixels where no label, or none of those in masks, is kept.")
+    masks: list[Runs] = Field(description="Where each class is kept; classes kept nowhere are left out.")
+    size: float = Field(description="Labels kept per pixel.")
+    trivial: bool = Field(description="Whether every label is kept at every pixel: true, but it says nothing.")
+
+
+class Parameter(BaseModel):
+    """What a loss of the operator's own is controlled at."""
+
+    parameter: float
+    size: float
+    trivial: bool
+
+
 class Answer(BaseModel):
     """One prediction set per image, in order, and the promise they carry."""
 
@@ -43,10 +86,60 @@ class Answer(BaseModel):
     epsilon: float
     certified: bool
     sets: list[Set]
+    ticket: str | None = Field(description="Send it to /v1/outcomes with the true labels, once they are known.")
+
+
+SETS: dict[str, Any] = {
+    "classification": Set,
+    "multilabel": Set,
+    "regression": Intervals,
+    "segmentation": Scene,
+    "loss": Parameter,
+}
+"""How the sets of every task are sent; of others, as they give their rows."""
+
+
+def answer_model(task: str) -> type[BaseModel]:
+    """The answer of a service for one task.
+
+    Example:
+        >>> answer_model("regression").model_fields["sets"].annotation
+        list[keepcover.serve.schemas.Intervals]
+    """
+    kind: Any = SETS.get(task, dict[str, Any])
+    return create_model("Answer", __base__=Answer, __doc__=Answer.__doc__, sets=(list[kind], ...))  # pyright: ignore[reportInvalidTypeForm]
+
+
+_Label = Annotated[int, Field(strict=True)] | str
+
+
+class Outcomes(BaseModel):
+    """The truth about the sets of one answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ticket: Annotated[str, Field(strict=True)]
+    # One bad label is enough: every one of a long list would be explained, at a thousand times its bytes.
+    labels: list[_Label | Annotated[list[_Label], Field(fail_fast=True)] | None] = Field(
+        fail_fast=True,
+        description="One per set, in order: a class name, its index, -1 for a class that the model does not have, a list of names or "
+        "indices where several may be true, or null where the truth stays unknown.",
+    )
+
+
+class Counted(BaseModel):
+    """What was counted of them."""
+
+    counted: int
+    missed: float = Field(
+        description="Sets that miss the truth; where several labels may be true, the sum of the shares missed."
+    )
 
 
 _told: dict[str, Any] = {
-    name: (get_type_hints(Settings)[name], Field(description=offered()[name][2])) for name in Settings().limits()
+    one.name: (get_type_hints(Settings)[one.name], Field(description=one.metadata["help"]))
+    for one in fields(Settings)
+    if one.metadata["told"]
 }
 Limits = create_model("Limits", __doc__="What one client may ask.", **_told)
 
@@ -57,8 +150,10 @@ class Description(BaseModel):
     version: str = Field(description="Version of keepcover.")
     guarantees: list[dict[str, Any]] = Field(description="One per (alpha, epsilon) served; the first is the default.")
     per_query: str
-    classes: int
+    warning: str | None = Field(description="Why these sets may be of little use: what noise does to the model.")
+    classes: int | None
     class_names: list[str] | None
+    groups: list[str | int] | None = Field(description="Where the promise is per group: those that it is made to.")
     image_shape: list[int] = Field(description="Channels first.")
     pixel_range: tuple[float, float]
     image_files: list[str] = Field(description="Formats that multipart requests may carry.")
@@ -87,9 +182,15 @@ class Refusal(BaseModel):
 
 
 def request_model(
-    shape: tuple[int, ...], max_images: int, alphas: list[float], epsilons: list[float]
+    shape: tuple[int, ...],
+    max_images: int,
+    alphas: list[float],
+    epsilons: list[float],
+    tokens: tuple[int, int] | None = None,
+    grouped: bool = False,
 ) -> type[BaseModel]:
-    """The JSON request for images of one shape: nested lists of exactly that shape, finite numbers in [0, 1].
+    """The JSON request for images of one shape: nested lists of exactly that shape, finite numbers in [0, 1]; or whole numbers
+    in the range of the tokens that were calibrated on. Where the promise is per group, every image has one.
 
     Example:
         >>> model = request_model((1, 1, 2), 4, [0.1], [0.5])
@@ -97,6 +198,8 @@ def request_model(
         [[[[0.0, 0.5]]]]
     """
     image: Any = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
+    if tokens is not None:
+        image = Annotated[int, Field(strict=True, ge=tokens[0], le=tokens[1])]
     for size in reversed(shape):
         image = Annotated[list[image], Field(min_length=size, max_length=size), FailFast()]
 
@@ -105,16 +208,20 @@ def request_model(
         return Annotated[float | None, Field(strict=True), WithJsonSchema(schema)]
 
     images: Any = Annotated[list[image], Field(min_length=1, max_length=max_images), FailFast()]
+    name = Annotated[str, Field(strict=True, max_length=LONGEST)] | Annotated[int, Field(strict=True)]
+    about = Field(max_length=max_images, description="The group of every image, in order.")
+    groups: dict[str, Any] = {"groups": (Annotated[list[name], about, FailFast()], ...)} if grouped else {}
     return create_model(
         "PredictRequest",
         __config__=ConfigDict(extra="forbid", json_schema_extra={"description": "Images as nested lists of numbers."}),
         images=(images, ...),
         alpha=(level(alphas), None),
         epsilon=(level(epsilons), None),
+        **groups,
     )
 
 
-def check_structure(body: bytes, shape: tuple[int, ...], max_images: int) -> None:
+def check_structure(body: bytes, shape: tuple[int, ...], max_images: int, names: Sequence[str] = FIELDS) -> None:
     """Refuse what no request can hold, in one pass over the bytes, before the parser builds it.
 
     The first unknown or repeated name ends it. Twice the lists and numbers of a full request are let through, so that a
@@ -129,13 +236,19 @@ def check_structure(body: bytes, shape: tuple[int, ...], max_images: int) -> Non
     seen: set[str] = set()
     for found in _NAME.finditer(body):
         name = found[1][:200].decode("utf-8", "replace")
-        if name not in FIELDS:
-            raise unknown(name)
+        if name not in names:
+            raise unknown(name, names)
         if name in seen:
             raise invalid(f"expected the field {name} once, got it again")
         seen.add(name)
     lists = 1 + max_images * sum(math.prod(shape[:depth]) for depth in range(len(shape)))
-    full = {"commas": max_images * math.prod(shape) + 2, "lists": lists, "objects": 1, "quotation marks": 6}
+    groups = max_images if "groups" in names else 0
+    full = {
+        "commas": max_images * math.prod(shape) + 2 + groups,
+        "lists": lists + (groups > 0),
+        "objects": 1,
+        "quotation marks": 2 * (len(names) + groups),
+    }
     for (what, most), mark in zip(full.items(), (b",", b"[", b"{", b'"'), strict=True):
         if (count := body.count(mark)) > 2 * most + 10:
             raise invalid(
@@ -144,13 +257,15 @@ def check_structure(body: bytes, shape: tuple[int, ...], max_images: int) -> Non
             )
 
 
-def unknown(name: str) -> Problem:
+def unknown(name: str, names: Sequence[str], what: str = "unknown field") -> Problem:
     """The refusal of a field that is not there; of a long name only its beginning."""
-    hint = SEED if name == "seed" else "the fields are images, alpha and epsilon"
-    return invalid(f"unknown field {reprlib.repr(name)}; {hint}")
+    hint = SEED if name == "seed" else f"the fields are {', '.join(names[:-1])} and {names[-1]}"
+    if name == "groups":
+        hint = f"the promise is not per group; {hint}"
+    return invalid(f"{what} {reprlib.repr(name)}; {hint}")
 
 
-def explain(error: ErrorDetails, shape: tuple[int, ...], max_images: int) -> Problem:
+def explain(error: ErrorDetails, shape: tuple[int, ...], max_images: int, names: Sequence[str] = FIELDS) -> Problem:
     """One validation error as a refusal that says where, what was expected, what was found, and what to do."""
     kind, path = error["type"], error["loc"]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".") or "the body"
@@ -160,7 +275,11 @@ def explain(error: ErrorDetails, shape: tuple[int, ...], max_images: int) -> Pro
     if kind == "json_invalid":
         return Problem("bad_request", f"expected JSON: {context.get('error', 'it cannot be parsed')}")
     if kind == "extra_forbidden":
-        return unknown(str(path[-1]))
+        return unknown(str(path[-1]), names)
+    if path[:1] == ("groups",):
+        return invalid(
+            f"expected the field groups: the group of every image, in order, as names of at most {LONGEST} characters or whole numbers"
+        )
     if kind == "missing":
         return invalid(f"expected the field {where}: a list of images of shape {sizes}, channels first")
     if kind in ("too_short", "too_long"):
@@ -173,9 +292,14 @@ def explain(error: ErrorDetails, shape: tuple[int, ...], max_images: int) -> Pro
         )
     if kind == "list_type":
         return invalid(f"expected images of shape {sizes}, channels first: {where} is {found}, not a list")
+    if kind in ("less_than_equal", "greater_than_equal") and isinstance(context.get("le", context.get("ge")), int):
+        bound = f"at most {context['le']}" if "le" in context else f"at least {context['ge']}"
+        return invalid(f"expected tokens {bound}, as calibrated on, got {found} at {where}")
     if kind in ("less_than_equal", "greater_than_equal"):
         hint = "; divide 0-255 by 255" if isinstance(error["input"], int | float) and error["input"] > 1 else ""
         return invalid(f"expected pixels in [0, 1], got {found} at {where}{hint}")
+    if kind in ("int_type", "int_from_float"):
+        return invalid(f"expected a token, a whole number, at {where}, got {found}")
     if kind in ("finite_number", "float_type"):
         return invalid(f"expected a finite number at {where}, got {found}")
     return invalid(f"{where}: {error['msg']}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import ipaddress
 import logging.config
@@ -78,6 +79,9 @@ def run(
         _announce(listener, deployment, workers)
         with tempfile.TemporaryDirectory(prefix="keepcover-") as folder:  # the parent never loads the model
             os.environ[FOLDER] = folder
+            if deployment.settings.monitor_file is None:
+                shared = dataclasses.replace(deployment.settings, monitor_file=f"{folder}/monitor.sqlite")
+                deployment = dataclasses.replace(deployment, settings=shared)
             patience = 2 * deployment.settings.shutdown_timeout + 5
             try:
                 return supervise(_worker, (deployment, listener, options), workers, patience, mark_process_dead)
@@ -88,15 +92,13 @@ def run(
 def _proxies(given: str | None) -> str | None:
     """Refuse what uvicorn would take as every address, or as a name that no client has."""
     for part in (given or "127.0.0.1").split(","):
-        try:
-            everybody = ipaddress.ip_network(part.strip()).prefixlen == 0
-        except ValueError:
-            everybody = True
-        if everybody:
-            raise InputError(
-                f"expected --trusted-proxies as addresses or networks like 10.0.0.5,10.1.0.0/16, got {part.strip()!r}; where "
-                "everybody is trusted, a client can pretend to be any other"
-            )
+        with contextlib.suppress(ValueError):
+            if ipaddress.ip_network(part.strip()).prefixlen:
+                continue
+        raise InputError(
+            f"expected --trusted-proxies as addresses or networks like 10.0.0.5,10.1.0.0/16, got {part.strip()!r}; if every "
+            "address is trusted, a client can pretend to be any other"
+        )
     return given
 
 
@@ -119,11 +121,10 @@ def _worker(deployment: Deployment, listener: socket.socket, options: dict[str, 
     end_with_parent()
     try:
         app = deployment.build()
-    except InputError as error:
-        log.error("cannot start", extra={"fields": {"error": str(error)}})
-        sys.exit(STARTUP_FAILURE)
     except Exception as error:  # a model of the user's may raise anything
-        log.exception("cannot start", extra={"fields": {"error": f"{type(error).__name__}: {error}"}})
+        known = isinstance(error, InputError)
+        why = str(error) if known else f"{type(error).__name__}: {error}"
+        log.error("cannot start", exc_info=not known, extra={"fields": {"error": why}})
         sys.exit(STARTUP_FAILURE)
     sys.exit(_serve(app, listener, options, lambda: ready.send(os.getpid())))
 

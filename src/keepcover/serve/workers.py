@@ -35,7 +35,7 @@ def supervise(
 
     Args:
         target: a function of a module, called with ``arguments`` and a connection to send on when ready, in fresh processes.
-        arguments: whatever pickles between parent and child, sockets included.
+        arguments: values that pickle between parent and child, sockets included.
         workers: how many.
         patience: seconds between SIGTERM and SIGKILL for the workers.
         ended: told the id of a worker that has ended.

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from keepcover.web.problems import Problem
+from keepcover.web.problems import Problem, invalid
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class BodyLimit:
@@ -26,49 +30,38 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        body = _Body(self, scope, receive)
-        try:
-            await self.app(scope, body.receive, send)
-        finally:
-            self.held -= body.size
-
-
-class _Body:
-    """One request's body, as it is read."""
-
-    def __init__(self, limit: BodyLimit, scope: Scope, receive: Receive) -> None:
-        self.limit, self._receive, self.size, self.complete = limit, receive, 0, False
+            return await self.app(scope, receive, send)
+        size, complete = 0, False
+        deadline: float | None = None
         declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
-        self.declared = int(declared) if declared.isdigit() and len(declared) < 19 else 0
-        self.deadline: float | None = None
+        expected = int(declared) if declared.isdigit() and len(declared) < 19 else 0
 
-    async def receive(self) -> Message:
-        if self.complete:  # what is left to hear is that the client hung up
-            return await self._receive()
-        self._refuse_beyond(self.declared)
-        loop = asyncio.get_running_loop()
-        self.deadline = self.deadline or loop.time() + self.limit.timeout
+        async def counted() -> Message:
+            nonlocal size, complete, deadline
+            if complete:  # what is left to hear is that the client hung up
+                return await receive()
+            self._refuse_beyond(expected)
+            deadline = deadline or asyncio.get_running_loop().time() + self.timeout
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise Problem("slow_body", f"the body did not arrive within {self.timeout:g} s") from None
+            arrived = len(message.get("body", b""))
+            size, self.held, complete = size + arrived, self.held + arrived, not message.get("more_body", False)
+            self._refuse_beyond(size)
+            if self.held > self.max_bodies:
+                raise Problem("overloaded", "too many bytes are being received; try again later", retry_after=1.0)
+            return message
+
         try:
-            async with asyncio.timeout_at(self.deadline):
-                message = await self._receive()
-        except TimeoutError:
-            raise Problem("slow_body", f"the body did not arrive within {self.limit.timeout:g} s") from None
-        size = len(message.get("body", b""))
-        self.size += size
-        self.limit.held += size
-        self.complete = not message.get("more_body", False)
-        self._refuse_beyond(self.size)
-        if self.limit.held > self.limit.max_bodies:
-            raise Problem("overloaded", "too many bytes are being received; try again later", retry_after=1.0)
-        return message
+            await self.app(scope, counted, send)
+        finally:
+            self.held -= size
 
     def _refuse_beyond(self, size: int) -> None:
-        if size > self.limit.max_body:
-            raise Problem(
-                "body_too_large", f"the body exceeds {self.limit.max_body} bytes; send fewer images per request"
-            )
+        if size > self.max_body:
+            raise Problem("body_too_large", f"the body exceeds {self.max_body} bytes; send fewer images per request")
 
 
 def media_type(request: Request) -> str:
@@ -76,11 +69,27 @@ def media_type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-@asynccontextmanager
-async def form_of(request: Request, max_files: int, max_part_size: int) -> AsyncIterator[FormData]:
-    """The multipart form of a request, or a refusal (400) of whatever its parser raises at it."""
+async def json_of(request: Request, model: type[M], most: int) -> M:
+    """The JSON body of a request, of at most so many bytes, or a refusal that says what is wrong with it."""
+    if media_type(request) != "application/json":
+        raise Problem("unsupported_media_type", "expected content type application/json")
+    body = await request.body()
+    if len(body) > most:
+        raise Problem("body_too_large", f"expected a body of at most {most} bytes, got {len(body)}")
     try:
-        form = await request.form(max_files=max_files, max_fields=2, max_part_size=max_part_size)
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "json_invalid":
+            raise Problem("bad_request", "expected a JSON object") from None
+        raise invalid(f"{'.'.join(map(str, first['loc']))[:80] or 'the body'}: {first['msg']}") from None
+
+
+@asynccontextmanager
+async def form_of(request: Request, max_files: int, max_part_size: int, max_fields: int = 2) -> AsyncIterator[FormData]:
+    """The multipart form of a request, or a refusal (400) where its parser raises."""
+    try:
+        form = await request.form(max_files=max_files, max_fields=max_fields, max_part_size=max_part_size)
     except HTTPException as error:  # Starlette's parser
         raise Problem("bad_request", f"expected multipart/form-data: {error.detail}") from None
     except ValueError:  # charsets that are codecs but not for text, like punycode

@@ -1,4 +1,4 @@
-"""Image files from strangers: size and work are known before a single pixel is decoded."""
+"""Image files of clients: size and work are known before a single pixel is decoded."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
+from jaxtyping import Float
 from PIL import Image
 
 from keepcover.web.problems import Problem, invalid
@@ -31,9 +33,16 @@ class _Metered(io.BytesIO):
         return super().read(size)
 
 
+def values(image: Image.Image, shape: tuple[int, int, int]) -> Float[np.ndarray, "c h w"]:
+    """The pixels of a decoded image in [0, 1], channels first."""
+    channels, height, width = shape
+    pixels = np.asarray(image, dtype=np.uint8).reshape(height, width, channels)
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1), dtype=np.float32) / np.float32(255)
+
+
 @contextmanager
 def opened(content: bytes, name: str, max_work: int) -> Iterator[Image.Image]:
-    """An image that is cheap to decode, its header read; whatever it or its decoder does wrong within is a 422.
+    """An image that is cheap to decode, its header read; an exception within is a refusal (422).
 
     Work is pixels times passes over them: a progressive JPEG goes over all pixels in every scan. A scan begins with a
     marker that occurs nowhere else but in embedded thumbnails, so counting it can only overstate the work. Compressed

@@ -1,4 +1,4 @@
-"""Refusals: a status, a code for machines and a sentence for people; never a stack trace."""
+"""Refusals: a status, a code for programs and a sentence for readers; never a stack trace."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ STATUS = {
     "not_found": 404,
     "method_not_allowed": 405,
     "slow_body": 408,
+    "counted": 409,
     "body_too_large": 413,
     "unsupported_media_type": 415,
     "invalid": 422,

@@ -11,10 +11,13 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import keepcover
 from keepcover.errors import InputError
+from keepcover.web.bodies import BodyLimit
+from keepcover.web.problems import Problem
 
 BACKLOG = 128
 full = logging.getLogger("keepcover.web.connections")
@@ -42,7 +45,7 @@ class Protocol(H11Protocol):
     most = most_connections()
 
     idle = 20.0  # seconds between looks; a connection with no request in progress at two looks is closed
-    longest = 600.0  # seconds one request may be in progress, whatever it waits for
+    longest = 600.0  # seconds one request may be in progress
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -74,9 +77,21 @@ class Protocol(H11Protocol):
         self._watch = self.loop.call_later(self.idle, self._look)
 
 
-def bare_app(title: str, lifespan: Any, description: str = "") -> FastAPI:
-    """An application without FastAPI's own pages, which load scripts from elsewhere, and without redirects."""
-    return FastAPI(
+def bare_app(
+    title: str,
+    lifespan: Any,
+    refuse: Any,
+    *,
+    max_body: int,
+    max_bodies: int,
+    body_timeout: float,
+    description: str = "",
+) -> FastAPI:
+    """An application with limits on bodies, without redirects and FastAPI's own pages, which load scripts from elsewhere.
+
+    ``refuse`` answers a :class:`Problem` and what the web framework itself refuses.
+    """
+    app = FastAPI(
         title=title,
         version=keepcover.__version__,
         description=description,
@@ -86,6 +101,10 @@ def bare_app(title: str, lifespan: Any, description: str = "") -> FastAPI:
         openapi_url=None,
         redirect_slashes=False,
     )
+    app.add_middleware(BodyLimit, max_body=max_body, max_bodies=max_bodies, timeout=body_timeout)
+    for kind in (Problem, HTTPException):
+        app.add_exception_handler(kind, refuse)
+    return app
 
 
 class Announcing(uvicorn.Server):

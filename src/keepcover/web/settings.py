@@ -8,31 +8,25 @@ Nothing here touches the noise: no setting, and no request, carries a seed.
 from __future__ import annotations
 
 import re
+import secrets
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 from keepcover.errors import InputError
 
 KIB, MIB = 2**10, 2**20
 RESIZE = ("refuse", "stretch", "crop")
+UNKNOWN = ("error", "widest")
 
 
-def _about(help: str, kind: Any = None, least: int | None = None, told: bool = False, **options: Any) -> Any:
-    """A field that describes itself.
-
-    Args:
-        help: what it means.
-        kind: its type on the command line, where that is another than the field's.
-        least: its lower bound; a float without one is a time above 0.
-        told: whether clients may know it.
-        options: of the field.
-    """
-    return field(metadata={"help": help, "kind": kind, "least": least, "told": told}, **options)
+def _about(default: Any, help: str, *, kind: Any = None, told: bool = False, **options: Any) -> Any:
+    """A field that describes itself: ``kind`` is its type on the command line, and clients are told it where ``told``."""
+    return field(default=default, metadata={"help": help, "kind": kind, "told": told}, **options)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Limits and policies of one service process; :func:`offered` explains each.
+    """Limits and policies of one service process.
 
     Example:
         >>> Settings(max_images=4, shape="3x32x32").shape
@@ -42,72 +36,70 @@ class Settings:
         keepcover.errors.InputError: expected max_images of at least 1, got 0
     """
 
-    shape: Any = _about("Image shape like 3x32x32, for files that do not say it.", str, default=None)
-    max_images: int = _about("Images in one request.", least=1, told=True, default=32)
-    max_batch: int = _about("Images in one call of the model, over several requests.", least=1, told=True, default=64)
-    batch_wait: float = _about("Seconds that a lone request waits for company.", least=0, default=0.002)
-    max_queue: int = _about("Images that may wait; beyond it 503 with Retry-After.", least=1, told=True, default=256)
-    max_body: int = _about("Bytes of one request body.", least=1, told=True, default=8 * MIB)
-    max_bodies: int = _about("Bytes of all request bodies held at one time.", least=1, default=256 * MIB)
-    body_timeout: float = _about("Seconds that a client may take to send its body.", told=True, default=20.0)
-    answer_timeout: float = _about("Seconds from the arrival of the body to the answer.", told=True, default=30.0)
-    shutdown_timeout: float = _about("Seconds to answer what was accepted, after SIGTERM.", default=30.0)
-    resize: str = _about("What happens to image files of another size.", Literal[RESIZE], told=True, default="refuse")
-    max_pixels: int = _about("Pixels of the largest image file that is resized.", least=1, default=2**24)
-    token: str | None = _about("Bearer token that clients must send.", repr=False, default=None)
-    repeat_limit: int | None = _about("Answers to one image per client and window.", least=1, told=True, default=None)
-    repeat_window: float = _about("Seconds of that window.", told=True, default=60.0)
-    repeat_entries: int = _about("Images that the repeat limit remembers.", least=1, default=100_000)
+    shape: Any = _about(None, "Image shape like 3x32x32, for files that do not say it.", kind=str | None)
+    max_images: int = _about(32, "Images in one request.", told=True)
+    max_batch: int = _about(64, "Images in one call of the model, over several requests.", told=True)
+    batch_wait: float = _about(0.002, "Seconds that a lone request waits for company.")
+    max_queue: int = _about(256, "Images that may wait; beyond it 503 with Retry-After.", told=True)
+    max_body: int = _about(8 * MIB, "Bytes of one request body.", told=True)
+    max_bodies: int = _about(256 * MIB, "Bytes of all request bodies held at one time.")
+    body_timeout: float = _about(20.0, "Seconds that a client may take to send its body.", told=True)
+    answer_timeout: float = _about(30.0, "Seconds from the arrival of the body to the answer.", told=True)
+    shutdown_timeout: float = _about(30.0, "Seconds to answer what was accepted, after SIGTERM.")
+    resize: str = _about("refuse", "What happens to image files of another size.", kind=Literal[RESIZE], told=True)
+    unknown: str = _about(
+        "error",
+        "What an image of a group that calibration never saw gets: an error, or the widest sets, without a promise.",
+        kind=Literal[UNKNOWN],
+        told=True,
+    )
+    max_pixels: int = _about(2**24, "Pixels of the largest image file that is resized.")
+    token: str | None = _about(None, "Bearer token that clients must send.", repr=False)
+    repeat_limit: int | None = _about(None, "Answers to one image per client and window.", told=True)
+    repeat_window: float = _about(60.0, "Seconds of that window.", told=True)
+    repeat_entries: int = _about(100_000, "Images that the repeat limit remembers.")
+    monitor: bool = _about(True, "Watch the promise: answers carry tickets, outcomes are taken.")
+    monitor_file: str | None = _about(
+        None, "SQLite file in which the monitor keeps its state; lost at the end by default."
+    )
+    false_alarm: float = _about(0.01, "Probability of a false alarm of either kind, per level, ever.")
+    ticket_lifetime: float = _about(30 * 86_400.0, "Seconds for which outcomes of an answer are taken.", told=True)
+    ticket_key: str | None = _about(None, "Secret that seals tickets; drawn by default.", repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value, least = getattr(self, one.name), one.metadata["least"]
-            if least is not None and value is not None and not least <= value < float("inf"):
-                raise InputError(f"expected {one.name} of at least {least}, got {value}")
-            if least is None and one.type == "float" and not (value and 0 < value < float("inf")):
-                raise InputError(f"expected {one.name} in seconds, above 0, got {value}")
-        if self.batch_wait > 1:
+        from keepcover.specs import read_shape
+
+        object.__setattr__(self, "shape", read_shape(self.shape))
+        if self.ticket_key is None:  # one for all workers and replicas, who get these settings as they are
+            object.__setattr__(self, "ticket_key", secrets.token_hex(32))
+        if not 0 < self.false_alarm < 1:
+            raise InputError(f"expected false_alarm strictly between 0 and 1, got {self.false_alarm}")
+        if not 0 <= self.batch_wait <= 1:
             raise InputError(f"expected batch_wait between 0 and 1 second, got {self.batch_wait}")
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if "int" in str(one.type) and value is not None and not 1 <= value < float("inf"):
+                raise InputError(f"expected {one.name} of at least 1, got {value}")
+            timed = one.type == "float" and one.name not in ("batch_wait", "false_alarm")
+            if timed and not (value and 0 < value < float("inf")):
+                raise InputError(f"expected {one.name} in seconds, above 0, got {value}")
         if self.max_images > self.max_queue:
             raise InputError(
                 f"a request of {self.max_images} images never fits a queue of {self.max_queue}; raise max_queue"
             )
         if self.max_body > self.max_bodies:
             raise InputError(f"max_body {self.max_body} exceeds max_bodies {self.max_bodies}, the bound of them all")
-        if self.resize not in RESIZE:
-            raise InputError(f"expected resize among {', '.join(RESIZE)}, got {self.resize!r}")
-        if self.token is not None and not re.fullmatch(r"[!-~]{16,}", self.token):
-            found = f"{len(self.token)} characters" if self.token else "an empty one"
-            raise InputError(
-                f"expected a token of at least 16 ASCII characters without spaces, got {found}: openssl rand -hex 32"
-            )
-        object.__setattr__(self, "shape", _shape(self.shape))
+        for name, listed in (("resize", RESIZE), ("unknown", UNKNOWN)):
+            if getattr(self, name) not in listed:
+                raise InputError(f"expected {name} among {', '.join(listed)}, got {getattr(self, name)!r}")
+        for what in ("token", "ticket_key"):
+            secret = getattr(self, what)
+            if secret is not None and not re.fullmatch(r"[!-~]{16,}", secret):
+                found = f"{len(secret)} characters" if secret else "an empty one"
+                raise InputError(
+                    f"expected a {what} of at least 16 ASCII characters without spaces, got {found}: openssl rand -hex 32"
+                )
 
     def limits(self) -> dict[str, Any]:
         """What clients are told."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.metadata["told"]}
-
-
-def offered() -> dict[str, tuple[Any, Any, str]]:
-    """Type, default and help of every setting that a command line may offer, by its name.
-
-    Example:
-        >>> offered()["max_images"]
-        (<class 'int'>, 32, 'Images in one request.')
-    """
-    types = get_type_hints(Settings)
-    settings = [one for one in fields(Settings) if one.repr]  # a secret is no option: other users could read it
-    return {one.name: (one.metadata["kind"] or types[one.name], one.default, one.metadata["help"]) for one in settings}
-
-
-def _shape(given: Any) -> tuple[int, ...] | None:
-    if given is None:
-        return None
-    if isinstance(given, str):
-        if not re.fullmatch(r"\d{1,9}(x\d{1,9})*", given):
-            raise InputError(f"expected a shape like 3x32x32, got {given!r}")
-        given = [int(part) for part in given.split("x")]
-    sizes = tuple(int(size) for size in given)
-    if not sizes or min(sizes) < 1:
-        raise InputError(f"expected an image shape of positive sizes like (3, 32, 32), got {sizes}")
-    return sizes

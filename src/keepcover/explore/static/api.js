@@ -1,4 +1,4 @@
-// Questions to this machine's explorer. A refusal becomes an Error whose message is meant for people.
+// Questions to this machine's explorer. A refusal becomes an Error whose message is shown on the page.
 
 async function answer(response) {
   let value = null;

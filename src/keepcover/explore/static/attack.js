@@ -33,7 +33,7 @@ async function attack(page, before = "") {
   const label = page.image.startsWith("u") && $("label").value !== "" ? Number($("label").value) : null;
   const asked = page.state();
   const found = await post("attack", { ...levels(page), image: page.image, label });
-  if (asked !== page.state()) return;  // somebody moved on while it ran
+  if (asked !== page.state()) return;  // the controls were moved while it ran
   show(page, found, before);
 }
 
@@ -69,7 +69,7 @@ function show(page, found, before) {
 function pictures(one) {
   $("attacked").src = one.attacked;
   $("attacked").alt = `The image after: ${one.title}`;
-  $("attacked-caption").textContent = `attacked: moved by ${one.distance.toFixed(3)} in L2, no pixel by more than ${one.largest_change.toFixed(3)}`;
+  $("attacked-caption").textContent = `attacked: moved by ${one.reach}, no pixel by more than ${one.largest_change.toFixed(3)}`;
   $("difference").src = one.difference;
   $("difference").alt = "The difference, amplified; middle grey is no change";
   $("difference-caption").textContent = `difference, ${one.gain.toFixed(1)} times amplified; grey is no change`;

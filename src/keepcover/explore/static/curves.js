@@ -47,12 +47,12 @@ export function draw(page) {
   const sizes = lines((row) => row.size.map((point, at) => ({ x: epsilons[at], ...point })), false);
   const most = Math.max(...sizes.flatMap((line) => line.points.map((point) => point.high)));
   chart($("size-chart"), sizes, {
-    x: "ε (L2)", y: "mean labels per set", span, low: 0, high: Math.max(1, most) * 1.06, label: "Mean set size against epsilon; the numbers are in the table below",
+    x: `ε (${page.subject.norm})`, y: "mean labels per set", span, low: 0, high: Math.max(1, most) * 1.06, label: "Mean set size against epsilon; the numbers are in the table below",
   });
   const covered = lines((row) => [...(epsilons[0] === 0 ? [{ x: 0, ...row.clean[0] }] : []), ...row.attacked.map((point) => ({ x: point.radius, ...point }))], true);
   const least = Math.min(1 - alpha, ...covered.flatMap((line) => line.points.map((point) => point.low)));
   chart($("coverage-chart"), covered, {
-    x: "ε of the sets and of the attack (L2)", y: "coverage", span, low: Math.max(0, Math.floor(least * 10) / 10), high: 1.005, goal: 1 - alpha,
+    x: `ε of the sets and of the attack (${page.subject.norm})`, y: "coverage", span, low: Math.max(0, Math.floor(least * 10) / 10), high: 1.005, goal: 1 - alpha,
     label: "Attacked coverage against epsilon; the numbers are in the table below",
   });
   $("curves-note").textContent =

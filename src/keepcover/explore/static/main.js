@@ -84,6 +84,7 @@ function controls() {
   slider.max = subject.epsilons.length - 1;
   slider.value = page.step;
   slider.disabled = subject.epsilons.length === 1;
+  $("norm").textContent = subject.norm;
   $("epsilon-low").textContent = subject.epsilons[0];
   $("epsilon-high").textContent = subject.epsilons.at(-1);
   const say = () => {

@@ -54,7 +54,6 @@ function size(subject, count, draws) {
 }
 
 function bars(subject, sets, found, step) {
-  const needed = 100 * Math.min(Math.max(found.needed[step], 0), 1);
   const rows = sets.shown.map((label, at) => {
     const enters = found.enters[label];
     const held = enters !== null && enters <= step;
@@ -62,7 +61,7 @@ function bars(subject, sets, found, step) {
     const support = Math.min(Math.max(found.support[step][at], 0), 1);
     const track = make("span", { class: "track", "aria-hidden": "true" }, make("i"), make("b"));
     track.style.setProperty("--support", `${100 * support}%`);
-    track.style.setProperty("--needed", `${needed}%`);
+    track.style.setProperty("--needed", `${100 * Math.min(Math.max(found.needed[step][at], 0), 1)}%`);
     const name = subject.class_names[label];
     const state = held ? (joined ? "in the set, from a smaller epsilon" : "in the set") : "not in the set";
     return make("li", { class: [held && "in", label === sets.label && "true"].filter(Boolean).join(" ") || null },
