@@ -23,7 +23,7 @@ def main() -> int:
             raise
         sys.stderr.write(f"error: the command line needs typer and rich: {install('cli')}\n")
         return 2
-    warnings.showwarning = _one_line  # where in the code a warning arose helps nobody here
+    warnings.showwarning = _one_line  # the line of code that warned is no help to users of a command
     return run()
 
 

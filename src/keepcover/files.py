@@ -9,7 +9,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from keepcover.errors import InputError
+from keepcover.errors import InputError, reason
 
 
 def make_folder(path: Path) -> Path:
@@ -17,8 +17,7 @@ def make_folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"cannot create the folder {path} ({reason}); choose another place") from None
+        raise InputError(f"cannot create the folder {path} ({reason(error)}); choose another place") from None
     return path
 
 
@@ -32,18 +31,15 @@ def target(path: str | Path) -> Path:
         mode = os.lstat(found).st_mode if os.path.lexists(found) else stat.S_IFREG
         inside = found.parent.is_dir()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"cannot write {str(path)!r} ({reason}); choose another place") from None
+        raise InputError(f"cannot write {str(path)!r} ({reason(error)}); choose another place") from None
     if not inside:
         folder = found.parent if Path(path).is_symlink() else Path(path).parent
         raise InputError(f"no folder {folder} to write {found.name} into; create it first")
     if stat.S_ISDIR(mode):
         raise InputError(f"{path} is a folder; give the name of a file")
     if not stat.S_ISREG(mode):
-        raise InputError(
-            f"{path} is no regular file but a device, a pipe, a socket or a link to itself, and writing would replace it; "
-            "give the name of a file"
-        )
+        kinds = "a device, a pipe, a socket or a link to itself"
+        raise InputError(f"{path} is no regular file but {kinds}, which writing would replace; give the name of a file")
     return found
 
 
@@ -106,4 +102,4 @@ def _temporary(place: Path) -> Path:
 
 
 def _unwritable(path: str | Path, error: OSError) -> InputError:
-    return InputError(f"cannot write {path} ({error.strerror or error}); make room or choose another place")
+    return InputError(f"cannot write {path} ({reason(error)}); make room or choose another place")

@@ -21,7 +21,8 @@ from keepcover.bounds import bernstein, clopper_pearson, conformal_rank, exact_l
 from keepcover.errors import InputError
 from keepcover.guarantee import Guarantee
 from keepcover.methods import Asked, Holdout, Method, Rule, saved_method
-from keepcover.methods.exact import Exact
+from keepcover.methods.exact import Exact, ExactAsymmetric
+from keepcover.methods.one_draw import OneDrawControl
 from keepcover.noise import Gaussian, Noise, Stream, Threat, get_noise, get_norm
 from keepcover.promises import Promise
 from keepcover.scores import Draws, Items, Reading
@@ -74,28 +75,51 @@ def check_noise(
     up = threat.up(q)
     _law(up[-1] == 1 and (up <= 1).all() and (up >= q).all(), "up leaves [q, 1], or up(1) is not 1")
     _law((np.diff(up) >= 0).all(), "up decreases somewhere")
-    _law((Threat(noise, epsilon / 2, norm, shape).up(q) <= up + 1e-12).all(), "a larger attack reaches less")
+    weaker = int(epsilon / 2) if epsilon == int(epsilon) else epsilon / 2
+    _law((Threat(noise, weaker, norm, shape).up(q) <= up + 1e-12).all(), "a larger attack reaches less")
     if noise.concave:
         middle = threat.up((q[:-1] + q[1:]) / 2)
         _law((middle >= (up[:-1] + up[1:]) / 2 - 1e-9).all(), "up is not concave, and says it is")
     for bad in (-0.1, 1.1, math.nan):
         _refused(lambda bad=bad: threat.up(bad), f"up({bad}) is accepted")
     _refused(lambda: Threat(noise, epsilon, "no such norm"), "a norm that it does not certify is accepted")
+    if noise.deterministic:
+        _few_touched(threat, shape, seed)
+        return
     _keyed(noise, shape, seed)
     _not_exceeded(threat, shape, draws, seed)
+
+
+def _seen(noise: Noise, images: Tensor, stream: Stream, ids: Tensor, draws: range) -> Tensor:
+    """What the model reads, with a number far away where something is absent, so that it can be compared."""
+    return noise.noisy(images, stream, ids, draws).nan_to_num(nan=-9.0)
+
+
+def _few_touched(threat: Threat, shape: tuple[int, ...], seed: int) -> None:
+    """Random attacks change no more of the evaluations than up(0), and some change so many."""
+    noise, generator = threat.noise, torch.Generator().manual_seed(seed)
+    total = noise.positions(shape)
+    images = torch.rand(1000, *shape, generator=generator)
+    moved = images + get_norm(str(threat.norm)).random(images, threat.epsilon, generator)
+    ids, every = torch.arange(len(images)), range(total)
+    here = _seen(noise, images, Stream(seed, "test"), ids, every)
+    _law(torch.equal(here, _seen(noise, images, Stream(seed + 1, "test"), ids + 1, every)), "it is not deterministic")
+    changed = (here != _seen(noise, moved, Stream(seed, "test"), ids, every)).flatten(2).any(dim=2).sum(dim=1)
+    most, stated = int(changed.max()), float(threat.up(0.0))
+    _law(most == round(stated * total), f"attacks change up to {most} of {total} evaluations, up(0) is {stated:.3f}")
 
 
 def _keyed(noise: Noise, shape: tuple[int, ...], seed: int) -> None:
     stream, ids = Stream(seed, "test"), torch.tensor([5, 3, 2**40])
     images = torch.rand(3, *shape, generator=torch.Generator().manual_seed(seed))
-    whole = noise.noisy(images, stream, ids, range(6))
+    whole = _seen(noise, images, stream, ids, range(6))
     _law(whole.shape[:2] == (3, 6), "noisy() does not return [b, draws, ...]")
-    part = noise.noisy(images[1:2], stream, ids[1:2], range(2, 4))
+    part = _seen(noise, images[1:2], stream, ids[1:2], range(2, 4))
     _law(torch.equal(whole[1:2, 2:4], part), "noise depends on what else is asked for: it is not keyed by id and draw")
     _law(not torch.equal(whole[:, 0], whole[:, 1]), "two draws share their noise")
-    same = noise.noisy(images[:1].expand(3, *shape), stream, ids, range(6))
+    same = _seen(noise, images[:1].expand(3, *shape), stream, ids, range(6))
     _law(not torch.equal(same[0], same[1]), "two inputs share their noise")
-    other = noise.noisy(images, Stream(seed, "calibration"), ids, range(6))
+    other = _seen(noise, images, Stream(seed, "calibration"), ids, range(6))
     _law(not torch.equal(whole, other), "two roles share their noise")
 
 
@@ -105,22 +129,16 @@ def _not_exceeded(threat: Threat, shape: tuple[int, ...], draws: int, seed: int)
     size, norm = math.prod(shape), get_norm(str(threat.norm))
     stream, ids, clean = Stream(seed, "test"), torch.arange(1), torch.full((1, *shape), 0.5)
     directions = torch.cat([torch.eye(size)[:2], torch.randn(4, size, generator=generator)])
-    checks = len(directions) * 3
+    checks = len(directions) * 4
     for direction in directions:
-        move = norm.direction(direction.view(1, *shape)) * threat.epsilon
-        move = norm.project(move, threat.epsilon)
-        here, there = (
-            threat.noise.noisy(clean + m, stream, ids + k, range(draws)) for k, m in enumerate((0 * move, move))
-        )
-        before, after = (x.flatten(2)[0].double() @ direction.double() for x in (here, there))
-        for level in (0.5, 0.9, 0.99):
+        move = norm.project(norm.direction(direction.view(1, *shape)) * threat.epsilon, threat.epsilon)
+        drawn = (threat.noise.noisy(clean + k * move, stream, ids + k, range(draws)).nan_to_num() for k in (0, 1))
+        before, after = (x.flatten(2)[0].double() @ direction.double() for x in drawn)
+        for level in (0.5, 0.9, 0.99, 1.0):  # the last is what the clean noise never shows
             at = before.quantile(level)
-            q = clopper_pearson(int((before > at).sum()), draws, FALSE_ALARM / checks)[1]
-            reached = clopper_pearson(int((after > at).sum()), draws, FALSE_ALARM / checks)[0]
-            _law(
-                reached <= threat.up(float(q)),
-                f"an attack lifts a set of probability {float(q):.3f} to {float(reached):.3f}",
-            )
+            q = float(clopper_pearson(int((before > at).sum()), draws, FALSE_ALARM / checks)[1])
+            reached = float(clopper_pearson(int((after > at).sum()), draws, FALSE_ALARM / checks)[0])
+            _law(reached <= threat.up(q), f"an attack lifts a set of probability {q:.3f} to {reached:.3f}")
 
 
 # -- promises ----------------------------------------------------------------------------------------------------------
@@ -143,15 +161,11 @@ def check_promise(promise: Promise, *, alpha: float = 0.1, points: Sequence[int]
         _law((rank <= n) == (n >= least), f"points_needed says {least}, and {n} points disagree")
         budgets = [promise.budget(n, level, top) for top in (1.0, 1.5, 3.0)]
         _law(budgets == sorted(budgets, reverse=True), f"at n = {n} larger losses leave a larger budget")
-        _law(
-            budgets[0] <= float(exact_level(alpha)) * (n + 1) - 1 + 1e-9,
-            f"at n = {n} the budget exceeds the marginal one",
-        )
+        most = float(exact_level(alpha)) * (n + 1) - 1 + 1e-9
+        _law(budgets[0] <= most, f"at n = {n} the budget exceeds the marginal one")
     promised = Guarantee("exact", True, alpha, Threat(Gaussian(1.0), 0.5), 4, max(least, 1000), promise=promise)
-    _law(
-        not promise.clauses or str(promised) != str(replace(promised, promise=Promise())),
-        "the clause is not in the sentence",
-    )
+    said = str(promised) != str(replace(promised, promise=Promise()))
+    _law(said or not promise.clauses, "the clause is not in the sentence")
     _law(all(promised.assumptions), "an assumption is empty")
     _refused(lambda: Promise(no_such_clause=1), "a clause that does not exist is accepted")
 
@@ -180,44 +194,79 @@ def check_task(task: Task, outputs: Tensor, truth: Tensor, *, seed: int = 0) -> 
     again = type(task).from_config(json.loads(json.dumps(task.config())), getattr(task, "score", None))
     _law(again == task, "config() does not survive JSON")
     again.check_probe(task.probe())
-    reading = Reading(order=True)
+    reading, v = Reading(order=True), torch.zeros(n)
     items, prepared = task.items(outputs, truth, reading, u), task.prepare(outputs, reading, u)
-    _law(items.draws.count == draws, "items have another number of draws than outputs")
-    _law(
-        items.weight is not None or len(items.draws) == items.points == n,
-        "one item per point has as many items as points",
-    )
-    v = torch.zeros(n)
-    threat = Threat(Gaussian(1.0), 0.1)
-    for kappa in (0, draws // 2):
-        rule = Exact().rule(Asked(0.1, threat, draws, n, task.candidates, draws), kappa=kappa, c=0)
-        summary = task.summary(prepared, rule, v)
-        own = rule.test_statistic(items.draws, v)
-        smaller: Tensor | None = None
+    _law(items.points == n, "items belong to another number of points")
+    rules, judged = (_one_thing if task.single else _several_things)(task, items, outputs)
+    sets: Any = ()
+    for rule in rules:
+        summary, smaller = task.summary(prepared, rule, v), None
         for level in (0.2, 0.5, 0.8):
-            t = own.double().quantile(level)
+            t, held = judged(rule, level)
             inside = task.inside(summary, rule, t)
             sets = task.sets(inside, rule.guarantee(task))
-            if items.weight is None:
-                _law(
-                    torch.equal(sets.covers(truth), own <= t),
-                    "a set misses what its rule keeps, or keeps what it misses",
-                )
+            _law(
+                torch.allclose(sets.covers(truth).double(), held.double(), atol=1e-9),
+                "a set misses what its rule keeps, or keeps what it misses",
+            )
             size = task.sizes(inside)
             _law(smaller is None or (size >= smaller).all(), "a larger threshold gives a smaller set")
             _law(
                 torch.allclose(task.sizes(task.union(inside, inside)), size),
                 "the union of a set with itself is another set",
             )
+            if not task.single:
+                on_grid = task.sizes_on_grid(summary, rule)[:, int(torch.searchsorted(items.grid, float(t)))]
+                _law(torch.allclose(on_grid, size.double(), atol=1e-6), "sizes_on_grid() is not the size")
             expected = Holdout(task, outputs, truth, u)
             expected.__dict__["thresholds"] = np.array([float(t), np.inf])
-            estimate = expected.size(draws, kappa)[0]
+            estimate = expected.size(draws, (rule.counting or (0, 0.0))[0])[0] if rule.test_draws == draws else None
             _law(
-                math.isclose(float(size.double().mean()), estimate, rel_tol=1e-5, abs_tol=1e-6),
+                estimate is None or math.isclose(float(size.double().mean()), estimate, rel_tol=1e-5, abs_tol=1e-6),
                 "profile() is not the size",
             )
             smaller = size
     _law(len(sets.rows()) == len(sets) == n, "rows() has another number of sets")
+
+
+Judged = tuple[list[Rule], Callable[[Rule, float], tuple[Tensor, Tensor]]]
+
+
+def _one_thing(task: Task, items: Items, outputs: Tensor) -> Judged:
+    """Count rules of all draws; a threshold for every level, and whether each point's truth is kept there."""
+    n, draws = outputs.shape[:2]
+    _law(items.draws.count == draws, "items have another number of draws than outputs")
+    _law(not items.several and len(items.draws) == n, "one item per point has as many items as points")
+    asked = Asked(0.1, Threat(Gaussian(1.0), 0.1), draws, n, task.candidates, draws)
+
+    def judged(rule: Rule, level: float) -> tuple[Tensor, Tensor]:
+        own = rule.test_statistic(items.draws, torch.zeros(n))
+        t = own.double().quantile(level)
+        return t, own <= t
+
+    return [Exact().rule(asked, kappa=kappa, c=0) for kappa in (0, draws // 2)], judged
+
+
+def _several_things(task: Task, items: Any, outputs: Tensor) -> Judged:
+    """Rules that the task allows; a threshold of the grid for every level, and the share that each point keeps there."""
+    n, draws = outputs.shape[:2]
+    _law(items.several, "several things per point have weights")
+    asked = Asked(0.1, Threat(Gaussian(1.0), 0.1), draws, n, task.candidates, draws)
+    rules: list[Rule] = [OneDrawControl().rule(asked)]
+    if isinstance(items, Items):
+        weight, owner = items.weights
+        sums = torch.zeros(n, dtype=torch.float64).index_add_(0, owner, weight.double())
+        _law((weight > 0).all() and (sums <= 1 + 1e-9).all(), "the items of a point weigh more than 1, or nothing")
+        step = tuple(float(j > draws // 2) for j in range(draws + 1))
+        rules.append(ExactAsymmetric().rule(asked, kappa=draws // 2, g=step))
+
+    def judged(rule: Rule, level: float) -> tuple[Tensor, Tensor]:
+        curve = rule.losses(items.first(rule.test_draws))
+        _law((curve.diff(dim=1) <= 1e-9).all(), "a larger threshold loses more")
+        at = min(int((curve.mean(dim=0) > 1 - level).sum()), curve.shape[1] - 2)
+        return items.grid[at], 1 - curve[:, at]
+
+    return rules, judged
 
 
 # -- methods -----------------------------------------------------------------------------------------------------------
@@ -244,8 +293,12 @@ def check_method(
     """
     generator = torch.Generator().manual_seed(seed)
     task = Classification(score=torch.sigmoid).seen(torch.zeros(1, 1, 2))
-    for law in (lambda n: torch.zeros(n), lambda n: 2 * torch.randn(n, generator=generator),
-                lambda n: 4.0 * (torch.rand(n, generator=generator) < alpha).float()):  # fmt: skip
+    laws: list[Callable[[int], Tensor]] = [
+        torch.zeros,
+        lambda n: 2 * torch.randn(n, generator=generator),
+        lambda n: 4.0 * (torch.rand(n, generator=generator) < alpha).float(),
+    ]
+    for law in laws:
 
         def noisy(n: int, count: int, move: float = 0.0, law: Any = law) -> Tensor:
             return (law(n) + move)[:, None] + torch.randn(n, count, generator=generator)
@@ -261,18 +314,14 @@ def check_method(
             moved = noisy(50, rule.test_draws, epsilon if method.certified else 0.0)
             v = torch.rand(50, generator=generator)
             covered[trial] = (rule.test_statistic(_read(rule, moved).draws, v) <= threshold).double().mean()
-        slack = float(bernstein(float(covered.var()), trials, FALSE_ALARM))
-        _law(
-            covered.mean() >= 1 - alpha - slack,
-            f"{method.name} covers {float(covered.mean()):.3f} of attacked points, not {1 - alpha}",
-        )
+        slack, mean = float(bernstein(float(covered.var()), trials, FALSE_ALARM)), float(covered.mean())
+        _law(mean >= 1 - alpha - slack, f"{method.name} covers {mean:.3f} of attacked points, not {1 - alpha}")
 
 
 def _read(rule: Rule, scores: Tensor) -> Items:
     """Unbounded scores as a rule reads them."""
-    return rule.read(
-        Items.single(Draws(scores if rule.reading.order else scores.sigmoid(), unit=not rule.reading.order))
-    )
+    order = rule.reading.order
+    return rule.read(Items.single(Draws(scores if order else scores.sigmoid(), unit=not order)))
 
 
 def _round_trip(rule: Rule, scores: Tensor) -> None:
@@ -284,9 +333,8 @@ def _round_trip(rule: Rule, scores: Tensor) -> None:
     items = _read(rule, scores)
     threshold = rule.threshold(items)
     _law(again.threshold(items) == threshold, "the same rule gives another threshold")
-    _law(rule.supports(items, threshold), "the rule does not support its own threshold")
+    _law(rule.supports(items, float(threshold)), "the rule does not support its own threshold")
     _law(0 <= rule.p_value(900, 1000, items.points) <= 1, "the p-value of an audit is no probability")
-    shown = rule.explain(
-        Draws(items.draws.values[:5, None, : rule.test_draws], items.draws.unit), threshold, lambda s: 1 - s
-    )
+    some = Draws(items.draws.values[:5, None, : rule.test_draws], items.draws.unit)
+    shown = rule.explain(some, threshold, lambda s: 1 - s)
     _law(shown.support.shape[:2] == (5, 1) and bool(shown.words), "explain() does not speak of every candidate")

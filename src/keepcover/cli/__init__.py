@@ -4,45 +4,38 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 import typer.main
 
-from keepcover.cli import audit, data, demo, evaluate, explore, plan, predictor, reproduce, serve, smooth, train
-from keepcover.cli.console import app, err
-from keepcover.errors import InputError
-from keepcover.methods import METHODS
-
-COMMANDS = (
+# Importing a module registers its commands.
+from keepcover.cli import (  # noqa: F401
     audit,
     data,
     demo,
     evaluate,
+    evidence,
     explore,
     plan,
     predictor,
+    renewal,
     reproduce,
     serve,
     smooth,
     train,
-)  # importing one registers it
+)
+from keepcover.cli.console import app, err, out
+from keepcover.errors import InputError
+from keepcover.methods import METHODS
 
 
-def every_command() -> list[tuple[tuple[str, ...], Any]]:
-    """Every command there is, by its full path: what the reference and the tests walk."""
-    found: list[tuple[tuple[str, ...], Any]] = []
-
-    def walk(path: tuple[str, ...], command: Any) -> None:
-        inner = getattr(command, "commands", None)
-        if inner is None:
-            found.append((path, command))
-            return
-        for name, one in inner.items():
-            walk((*path, name), one)
-
-    walk((), typer.main.get_command(app))
-    return found
+def every_command(command: Any = None, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    """Every command by its full path, for the reference and the tests."""
+    command = command or typer.main.get_command(app)
+    if not hasattr(command, "commands"):
+        return [(path, command)]
+    return [found for name, one in command.commands.items() for found in every_command(one, (*path, name))]
 
 
 def _repeat_method(arguments: Sequence[str]) -> list[str]:
@@ -55,11 +48,27 @@ def _repeat_method(arguments: Sequence[str]) -> list[str]:
     return spelled
 
 
+def _version(asked: bool) -> bool:
+    if asked:
+        import keepcover
+
+        out.print(f"keepcover {keepcover.__version__}")
+        raise typer.Exit
+    return asked
+
+
+@app.callback()
+def every(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="The version.")] = False,
+) -> None:
+    """Prediction sets that keep their coverage under attack."""
+
+
 _INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; errors meant for people are one line on stderr."""
+    """Run the command line; errors of the user are one line on stderr."""
     try:
         result = app(args=_repeat_method(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
         if result == _INTERRUPTED:  # typer makes an exit code of Ctrl-C

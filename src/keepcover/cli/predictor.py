@@ -1,206 +1,226 @@
-"""One's own model from the command line: calibrate it, predict with it, report on it, show what was saved."""
+"""A model of the user's: calibrate it, predict with it, report on it, show what was saved."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from keepcover import advice
 from keepcover.cli import console as ui
-from keepcover.cli.rows import format_of, write_rows
+from keepcover.cli import options as opt
+from keepcover.cli.rows import format_of, write_arrays, write_rows
+from keepcover.engine.fingerprint import fingerprint as file_digest
+from keepcover.engine.fingerprint import identifier
+from keepcover.engine.inputs import InputRange
 from keepcover.errors import InputError
+from keepcover.files import check_place, write_file
 from keepcover.methods import METHODS, get_method
+from keepcover.noise import get_noise
+from keepcover.pages.looks import measure
+from keepcover.pages.predictor_page import predictor_page
+from keepcover.prediction.artifact import read, restore
+from keepcover.prediction.calibration import calibrate as run
+from keepcover.scores import PTT
+from keepcover.specs import OFFICIAL, next_part
+from keepcover.store import data_fingerprint
 
 Saved = Annotated[Path, typer.Argument(help="What `keepcover calibrate` wrote.")]
-LevelAlpha = Annotated[float | None, typer.Option(help="One of the predictor's alphas; its first by default.")]
-LevelEpsilon = Annotated[float | None, typer.Option(help="One of the predictor's epsilons; its first by default.")]
-ESTIMATED = 200  # images whose sets give an estimate of the size
+LevelAlpha = Annotated[float | None, "One of the predictor's alphas; its first by default."]
+LevelEpsilon = Annotated[float | None, "One of the predictor's epsilons; its first by default."]
 
 
-@ui.app.command()
-def calibrate(
-    model: ui.ModelSpec,
-    data: ui.DataSpec,
-    epsilon: Annotated[
-        list[float], typer.Option(help="Radius of the attack, in the units of the inputs; repeat for several.")
-    ],
-    save: Annotated[Path, typer.Option("--out", help="Where the predictor goes (safetensors).")],
-    sigma: ui.MaybeSigma = None,
-    noise: ui.NoiseSpec = None,
-    norm: ui.NormName = None,
-    weights: ui.Weights = None,
-    model_output: ui.ModelOutput = "logits",
-    data_dir: ui.DataDir = None,
-    part: ui.Part = None,
-    alpha: Annotated[list[float] | None, typer.Option(help="Miscoverage, 0.1 by default; repeat for several.")] = None,
-    method: Annotated[str, typer.Option(help=f"`auto` or one of {', '.join(METHODS)}.")] = "auto",
-    score: ui.Score = "hps",
-    transform: Annotated[
-        Literal["none", "ptt"] | None, typer.Option(help="PTT by default for methods that average scores.")
+@opt.command
+def check(
+    using: opt.Model,
+    given: opt.Data,
+    epsilon: opt.Epsilon,
+    numerics: opt.Numerics,
+    *,
+    sigma: Annotated[
+        list[float] | None, "Noise to try, repeat for several; a half, one, two and four times epsilon by default."
     ] = None,
-    draws: Annotated[int, typer.Option(help="Model evaluations per query.")] = 16,
+    norm: Annotated[Literal["l2", "l1", "linf"], "What epsilon measures."] = "l2",
+    alpha: opt.Alpha = 0.1,
+    score: opt.Score = None,
+    draws: opt.Draws = 16,
+    points: Annotated[int, "Inputs to look at, at random."] = 200,
+    denoiser: Annotated[str | None, "A denoiser of your own to try; the bundled one by default."] = None,
+    seed: opt.Secret = None,
+) -> ui.Answer:
+    """What a model can promise, from a small sample, before anything is paid for; and what to do next.
+
+    Accuracy, certified size and time at several sigmas, alone and behind the denoiser. What is chosen depends on these
+    points, so others must calibrate: by default this looks at part 3/4 of the data, says `--part 4/4` next, and leaves the first
+    half for training.
+    """
+    asked, given = given, replace(given, part=given.part or "3/4")
+    inputs = given.inputs(labelled=True)
+    assert inputs.labels is not None
+    outputs = len(inputs.class_names) if inputs.class_names else int(inputs.labels.max()) + 1
+    smoother = numerics.smoother(using.load(outputs), get_noise(0.0), using.device)
+    found = advice.check(
+        smoother,
+        (inputs.images, inputs.labels),
+        epsilon=epsilon,
+        sigma=sigma,
+        norm=norm,
+        alpha=alpha,
+        draws=draws,
+        score=score or "hps",
+        denoiser=denoiser,
+        points=points,
+        seed=seed,
+    )
+    others = next_part(str(given.part))
+    third = (
+        None if asked.part is None or given.data in OFFICIAL else next_part(others)
+    )  # train base has its own default
+    module = opt.typed(replace(using, model_output="logits", fingerprint=None), "model")
+    shown = replace(
+        found,
+        model=shlex.quote(using.model),
+        rest=f"{opt.typed(using, 'model')} {opt.typed(replace(given, part=others))}".strip(),
+        training=f"{module} {opt.typed(replace(given, part=third))}".strip(),
+    )
+    return ui.Answer(shown.to_dict(), [repr(shown)])
+
+
+@opt.command
+def calibrate(
+    using: opt.Model,
+    given: opt.Data,
+    epsilon: Annotated[list[float], "Radius of the attack, in the units of the inputs; repeat for several."],
+    save: Annotated[Path, "--out", "Where the predictor goes (safetensors).", check_place],
+    asked: opt.Question,
+    meaning: opt.Meaning,
+    numerics: opt.Numerics,
+    *,
+    alpha: Annotated[list[float] | None, "Miscoverage, 0.1 by default; repeat for several."] = None,
+    method: Annotated[str, f"`auto` or one of {', '.join(METHODS)}."] = "auto",
+    input_scale: Annotated[
+        str | None, "Units of features, in which sigma and epsilon are: `std`, or one number each, separated by commas."
+    ] = None,
+    transform: Annotated[Literal["none", "ptt"] | None, "PTT by default for methods that average scores."] = None,
+    draws: Annotated[int | None, "Model evaluations per query; 16 by default, bands have their own number."] = None,
     calibration_draws: Annotated[
         int | None,
-        typer.Option(
-            help="Model evaluations per calibration point, paid once; by default 64 for `auto` and `exact_asymmetric`, as "
-            "many as per query for others."
-        ),
+        "Model evaluations per calibration point, paid once; by default 64 for `auto` and `exact_asymmetric`, as "
+        "many as per query for others.",
     ] = None,
-    beta: Annotated[float | None, typer.Option(help="Monte Carlo budget of RSCP+, 0.001 by default.")] = None,
-    holdout: Annotated[
-        int | None, typer.Option(help="Points set aside for tuning; a tenth, at most 500, by default.")
-    ] = None,
-    randomize: Annotated[bool, typer.Option("--randomize", help="Let exact rules randomise their boundary.")] = False,
-    classes: Annotated[
-        int | None, typer.Option(help="Outputs of a built-in model; as many as the data have by default.")
-    ] = None,
-    class_names: ui.ClassNames = None,
-    fingerprint: ui.Fingerprint = None,
-    batch_size: ui.BatchSize = None,
-    device: ui.Device = None,
-    autocast: ui.Autocast = None,
-    channels_last: ui.ChannelsLast = False,
-    compile: ui.Compile = False,
-    seed: ui.Secret = None,
-    as_json: ui.Json = False,
-) -> None:
+    holdout: Annotated[int | None, "Points set aside for tuning; a tenth, at most 500, by default."] = None,
+    randomize: Annotated[bool, "--randomize", "Let exact rules randomise their boundary."] = False,
+    classes: Annotated[int | None, "Outputs of a built-in model; as many as the data have by default."] = None,
+    class_names: opt.ClassNames = None,
+    seed: opt.Secret = None,
+) -> ui.Answer:
     """Calibrate a model of your own on labelled data and save the predictor.
 
     The data must not have been used in training. Use one `--part` of them here (`1/2`) and another (`2/2`) for `predict`,
     `report` and `audit`.
     """
-    import torch
-
-    from keepcover.engine.fingerprint import identifier
-    from keepcover.engine.smoother import Smoother
-    from keepcover.files import check_place
-    from keepcover.prediction.calibration import calibrate as run
-    from keepcover.scores import PTT
-    from keepcover.specs import MODELS, load_inputs, load_model
-
     start = time.monotonic()
-    check_place(save)
-    points = load_inputs(data, data_dir, part, labelled=True)
+    points = given.inputs(labelled=True)
     assert points.labels is not None
-    names = ui.read_names(class_names) or points.class_names
-    if model in MODELS and weights is None:
-        raise InputError(f"{model} needs --weights FILE: a network that was not trained has nothing to calibrate")
-    outputs = classes or (len(names) if names else int(points.labels.max()) + 1 if len(points) else 0)
-    network = load_model(model, weights, outputs, device, model_output)
-    identifier(network, fingerprint)  # a model that could not be saved is not calibrated either
-    given = {"beta": beta, "randomize": randomize or None, "transform": transform}
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    names = opt.read_names(class_names) or points.class_names
+    task = meaning.known(names)
+    outputs = classes or (len(names) if names else task.counted(points.labels) if len(points) else 0)
+    units: Any = input_scale.split(",") if input_scale and input_scale != "std" else input_scale
+    network = using.load(outputs)
+    identifier(network, using.fingerprint)  # a model that could not be saved is not calibrated either
+    options: dict[str, Any] = {} if asked.beta is None else {"beta": asked.beta}
+    if randomize:
+        options["randomize"] = True
     if transform is not None:
         options["transform"] = PTT() if transform == "ptt" else None
-    smoother = Smoother(
-        network,
-        ui.some_noise(sigma, noise),
-        batch_size=batch_size,
-        device=device,
-        autocast=getattr(torch, autocast) if autocast else None,
-        channels_last=channels_last,
-        compile=compile,
-    )
+    auto = asked.sigma == "auto" and asked.noise is None
     predictor = run(
-        smoother,
+        numerics.smoother(network, get_noise(0.0) if auto else asked.required(), using.device),
         (points.images, points.labels),
+        sigma="auto" if auto else None,
         epsilon=epsilon,
-        norm=norm,
         alpha=alpha or 0.1,
-        score=score,
+        task=task,
+        input_scale=units,
         method=get_method(method, **options),
         draws=draws,
         calibration_draws=calibration_draws,
         holdout=holdout,
-        class_names=names,
         seed=seed,
-        fingerprint=fingerprint,
+        fingerprint=using.fingerprint,
+        **asked.arguments(points.rows),
     )
-    where = points.name if part is None else f"{points.name}, part {part}"
-    predictor.provenance.update(model=Path(model).name, data=where)  # without the folders of this machine
+    where = f"{points.name}, part {given.part}" if given.part else points.name
+    origin = {"model": Path(using.model).name, "data": where}  # without the folders of this machine
+    predictor.provenance.update(origin, data_sha256=data_fingerprint((points.images, points.labels)))
     predictor.save(save)
-    # Sizes do not depend on labels, so calibration points will do to estimate them.
-    some = torch.randperm(len(points), generator=torch.Generator().manual_seed(0))[:ESTIMATED]
     levels = [
-        {"alpha": a, "epsilon": e, "guarantee": str(sets.guarantee), "estimated_size": float(sets.size.double().mean())}
-        for (a, e), sets in predictor.predict_all(points.images[some]).items()
+        {"alpha": a, "epsilon": e, "guarantee": str(predictor.at(a, e).guarantee), "estimated_size": one.size}
+        for (a, e), one in predictor.levels.items()
     ]
-    if as_json:
-        facts = {
-            "predictor": str(save),
-            "classes": predictor.classes,
-            "model_fingerprint": predictor.identity.fingerprint if predictor.identity else None,
-            "holdout_size": predictor.holdout_size,
-            "levels": levels,
-            "seconds": round(time.monotonic() - start, 1),
-        }
-        ui.print_json(facts)
-        return
-    for level in levels:
-        ui.out.print(level["guarantee"])
-        size = f"{level['estimated_size']:.2f} of {predictor.classes} labels"
-        ui.out.print(f"estimated size  {size}, on {min(ESTIMATED, len(points))} of these inputs\n")
-    ui.out.print(f"predictor       {save}")
-    same = f"--model {model}" + (f" --weights {weights}" if weights else "")
-    same += f" --model-output {model_output}" if model_output != "logits" else ""
-    same += f" --fingerprint {fingerprint}" if fingerprint else ""
-    for command in (
-        f"predict {save} {same} --data NEW",
-        f"report {save} {same} --data LABELLED",
-        f"audit --predictor {save} {same} --data LABELLED",
-    ):
-        ui.out.print(f"next            keepcover {command}")
+    facts = {
+        "predictor": str(save),
+        "classes": predictor.task.candidates,
+        "model_fingerprint": predictor.identity.fingerprint if predictor.identity else None,
+        "holdout_size": predictor.holdout_size,
+        "levels": levels,
+        "warning": predictor.warning,
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    sized = predictor.task.sized
+    shown = [f"{one['guarantee']}\nestimated size  {sized(one['estimated_size'])}\n" for one in levels]
+    place, after = (
+        shlex.quote(str(save)),
+        (("predict", "NEW"), ("report", "LABELLED"), ("audit --predictor", "LABELLED")),
+    )
+    following = [
+        f"next            keepcover {command} {place} {opt.typed(using)} --data {data}" for command, data in after
+    ]
+    return ui.Answer(facts, [*shown, f"predictor       {save}", *following])
 
 
-@ui.app.command()
+@opt.command
 def predict(
     saved: Saved,
-    model: ui.ModelSpec,
-    data: Annotated[
-        str, typer.Option(help="A built-in dataset, or a .npz or .safetensors file with `images`; labels are optional.")
-    ],
-    weights: ui.Weights = None,
-    model_output: ui.ModelOutput = "logits",
-    data_dir: ui.DataDir = None,
-    part: ui.Part = None,
+    using: opt.Model,
+    given: opt.Data,
+    grouped: opt.Groups,
+    *,
     alpha: LevelAlpha = None,
     epsilon: LevelEpsilon = None,
-    nested: Annotated[bool, typer.Option("--nested", help="Unite with the sets of all smaller epsilons.")] = False,
+    nested: Annotated[bool, "--nested", "Unite with the sets of all smaller epsilons."] = False,
     early_exit: Annotated[
-        bool, typer.Option("--early-exit", help="Stop drawing for an input once its set is decided (exact rules only).")
+        bool, "--early-exit", "Stop drawing for an input once its set is decided (exact rules only)."
     ] = False,
-    to: Annotated[Path | None, typer.Option("--out", help="Write the rows to this file instead of the screen.")] = None,
+    to: Annotated[Path | None, "--out", "Write the rows to this file instead of the screen.", check_place] = None,
     form: Annotated[
-        Literal["jsonl", "csv"] | None,
-        typer.Option("--format", help="By the ending of the file: .jsonl or .csv; jsonl on the screen."),
+        Literal["jsonl", "csv", "npz"] | None,
+        "--format",
+        "By the ending of the file: .jsonl or .csv, or .npz for the sets as arrays, such as masks; jsonl on the screen.",
     ] = None,
-    fingerprint: ui.Fingerprint = None,
-    device: ui.Device = None,
-    batch_size: ui.BatchSize = None,
-    seed: ui.Secret = None,
-    as_json: ui.Json = False,
+    batch_size: opt.BatchSize = None,
+    seed: opt.Secret = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Prediction sets for new data: one row per input with index, labels, size and whether the set is trivial.
 
     Rows go to the screen, or to `--out` as a whole. Where the data have labels, coverage is measured too. The summary goes
     to stderr when the rows are on the screen; `--json` prints it, rows included unless they went to a file.
     """
-    from keepcover.files import check_place, write_file
-    from keepcover.specs import load_inputs, load_predictor
-
-    if to is not None:
-        check_place(to)
     rows_as = form or format_of(to)
-    predictor = load_predictor(saved, model, weights, device, model_output, batch_size, fingerprint)
-    inputs = load_inputs(data, data_dir, part)
+    if rows_as == "npz" and to is None:
+        raise InputError("arrays go to a file: --out SETS.npz")
+    predictor = using.predictor(saved, batch_size)
+    inputs = given.inputs()
     if inputs.labels is not None:  # checked before the network runs
         predictor.task.check_truth(inputs.labels, len(inputs))
-    sets = predictor.predict(
-        inputs.images, alpha=alpha, epsilon=epsilon, nested=nested, ids=inputs.rows, seed=seed, early_exit=early_exit
-    )
+    how: dict[str, Any] = {"alpha": alpha, "epsilon": epsilon, "nested": nested, "early_exit": early_exit}
+    sets = predictor.predict(inputs.images, ids=inputs.rows, seed=seed, **how, **grouped.arguments(inputs.rows))
     rows = [{"index": index, **row} for index, row in zip(inputs.rows.tolist(), sets.rows(), strict=True)]
     summary: dict[str, Any] = {
         "images": len(sets),
@@ -219,59 +239,46 @@ def predict(
         summary["mean_draws"] = float(sets.draws_used.double().mean())
         lines.append(f"{summary['mean_draws']:.1f} of {predictor.draws} draws per input with early exit")
     if inputs.labels is not None:
-        coverage = sets.measure(inputs.labels).coverage
-        summary["coverage"] = coverage.__dict__
-        lines.append(f"coverage {coverage} on the labels in the data, unattacked")
+        measured = sets.measure(inputs.labels)
+        what = "risk" if sets.guarantee.shares else "coverage"
+        summary[what] = getattr(measured, what).__dict__
+        lines.append(f"{what} {getattr(measured, what)} on the labels in the data, unattacked")
     if to is not None:
-        write_file(to, write_rows(rows, rows_as).encode())
+        write_file(to, write_arrays(sets) if rows_as == "npz" else write_rows(rows, rows_as).encode())
         lines.append(f"rows     {to}")
     if as_json:
-        ui.print_json(summary if to is not None else {**summary, "rows": rows})
-        return
+        return ui.print_json(summary if to is not None else {**summary, "rows": rows})
     if to is None:
         sys.stdout.write(write_rows(rows, rows_as))
     for line in lines:
         (ui.err if to is None else ui.out).print(line)
 
 
-@ui.app.command()
+@opt.command
 def report(
     saved: Saved,
-    model: ui.ModelSpec,
-    data: ui.DataSpec,
-    weights: ui.Weights = None,
-    model_output: ui.ModelOutput = "logits",
-    data_dir: ui.DataDir = None,
-    part: ui.Part = None,
+    using: opt.Model,
+    given: opt.Data,
+    grouped: opt.Groups,
+    *,
     alpha: LevelAlpha = None,
     epsilon: LevelEpsilon = None,
-    to: Annotated[Path, typer.Option("--out", help="The page.")] = Path("report.html"),
-    figures: ui.Figures = None,
-    fingerprint: ui.Fingerprint = None,
-    device: ui.Device = None,
-    batch_size: ui.BatchSize = None,
-    seed: ui.Secret = None,
-    as_json: ui.Json = False,
-) -> None:
+    to: Annotated[Path, "--out", "The page.", check_place] = Path("report.html"),
+    figures: opt.Figures = None,
+    batch_size: opt.BatchSize = None,
+    seed: opt.Secret = None,
+) -> ui.Answer:
     """One self-contained page on a saved predictor and labelled data: promise, curves, sizes, classes, examples, cost, origin."""
-    from keepcover.engine.fingerprint import fingerprint as file_digest
-    from keepcover.files import check_folder, check_place
-    from keepcover.pages.predictor_page import predictor_page
-    from keepcover.specs import load_inputs, load_predictor
-    from keepcover.store import data_fingerprint
-
-    check_place(to)
-    if figures is not None:
-        check_folder(figures)
-    predictor = load_predictor(saved, model, weights, device, model_output, batch_size, fingerprint)
+    predictor = using.predictor(saved, batch_size)
     promise = predictor.at(alpha, epsilon).guarantee
-    inputs = load_inputs(data, data_dir, part, labelled=True)
+    inputs = given.inputs(labelled=True)
     labels = predictor.task.check_truth(inputs.labels, len(inputs))
     start = time.monotonic()
-    every = predictor.predict_all(inputs.images, ids=inputs.rows, seed=seed)
+    groups = grouped.arguments(inputs.rows)
+    every = predictor.predict_all(inputs.images, ids=inputs.rows, seed=seed, **groups)
     seconds = time.monotonic() - start
     origin = {
-        "test data": f"{inputs.name}, {f'part {part}' if part else 'all of it'}, {len(inputs)} inputs",
+        "test data": f"{inputs.name}, {f'part {given.part}' if given.part else 'all of it'}, {len(inputs)} inputs",
         "test data fingerprint": data_fingerprint((inputs.images, labels)),
         "predictor": f"{saved.name}, SHA-256 {file_digest(saved)}",
         "noise": "fresh from the operating system"
@@ -280,74 +287,56 @@ def report(
         "command": ui.command_line(),
     }
     level = promise.alpha, promise.epsilon
-    page = predictor_page(
-        predictor, every, inputs.images, labels, inputs.name, level=level, origin=origin, seconds=seconds
-    ).write(to, figures)
-    measured = every[level].measure(labels)
-    if as_json:
-        ui.print_json({"report": str(page), "guarantee": promise.to_dict(), "evaluation": measured.to_dict()})
-        return
-    ui.out.print(str(promise))
-    ui.out.print(str(measured))
-    ui.out.print(f"report  {page}")
+    about: dict[str, Any] = {"level": level, "origin": origin, "seconds": seconds, "groups": groups["groups"]}
+    page = predictor_page(predictor, every, inputs.images, labels, inputs.name, **about).write(to, figures)
+    measured = measure(every[level], labels, groups["groups"])
+    facts = {"report": str(page), "guarantee": promise.to_dict(), "evaluation": measured.to_dict()}
+    return ui.Answer(facts, [f"{promise}\n{measured}\nreport  {page}"])
 
 
-@ui.app.command()
-def show(saved: Saved, as_json: ui.Json = False) -> None:
+@opt.command
+def show(saved: Saved) -> ui.Answer:
     """What a saved predictor promises and where it comes from; refuses a file that does not match its checksums.
 
     Needs no model: every threshold is computed again from the scores in the file.
     """
-    from keepcover.engine.fingerprint import fingerprint as file_digest
-    from keepcover.engine.inputs import InputRange
-    from keepcover.prediction.artifact import read, restore
-
-    manifest, _ = read(saved)
-    own_score = (
-        manifest["task"].get("score", {}).get("custom")
-    )  # code that is not in the file, so nothing is scored again
-    levels = [] if own_score else list(restore(saved).levels.values())
-    if as_json:
-        ui.print_json({"file": str(saved), "sha256": file_digest(saved), **manifest})
-        return
-    promises = [(entry["guarantee"], entry["threshold"]) for entry in manifest["levels"]]
-    for promise, _ in promises:
-        ui.out.print(promise["statement"])
-    ui.print_table(
-        "",
-        ["method", "alpha", "epsilon", "draws", "cal. draws", "score", "transform", "threshold", "sets"],
-        [
+    (manifest, _), digest = read(saved), file_digest(saved)
+    # A score or a loss of the user's is code that is not in the file, so nothing is scored again.
+    score = manifest["task"].get("score")
+    own_score = "function" in manifest["task"] or (isinstance(score, dict) and score.get("custom"))
+    predictor = None if own_score else restore(saved)
+    levels = [] if predictor is None else list(predictor.levels.values())
+    promises, rows = [entry["guarantee"] for entry in manifest["levels"]], []
+    for at, entry in enumerate(manifest["levels"]):
+        promise, threshold = entry["guarantee"], [f"{float(value):.6g}" for value in entry["threshold"][:4]]
+        rows.append(
             [
-                promise["method"],
-                f"{promise['alpha']:g}",
-                f"{promise['epsilon']:g}",
-                promise["draws"],
-                promise["calibration_draws"],
-                promise["score"],
-                promise["transform"],
-                ", ".join(f"{float(value):.6g}" for value in threshold[:3]) + (", ..." if len(threshold) > 3 else ""),
+                *(promise["method"], f"{promise['alpha']:g}", f"{promise['epsilon']:g}", promise["draws"]),
+                *(promise["calibration_draws"], promise["score"], promise["transform"]),
+                ", ".join([*threshold[:3], *(["..."] if len(threshold) > 3 else [])]),
                 "not checked" if own_score else "always full" if levels[at].full else "ready",
             ]
-            for at, (promise, threshold) in enumerate(promises)
-        ],
-    )
-    ui.out.print("It rests on:")
-    for assumption in promises[0][0]["assumptions"]:
-        ui.out.print(f"  {assumption}")
+        )
+    head = ["method", "alpha", "epsilon", "draws", "cal. draws", "score", "transform", "threshold", "sets"]
+    shown = [*(promise["statement"] for promise in promises), ui.table("", head, rows)]
+    if predictor is not None and predictor.warning is not None:
+        shown.append(f"Warning: {predictor.warning}")
+    shown.append("\n  ".join(["It rests on:", *promises[0]["assumptions"]]))
     task, seen, model = manifest["task"], manifest["inputs"], manifest["model"]
     names = task.get("class_names") or []
+    listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     known = {
         "task": task["name"],
-        "classes": f"{task.get('classes')}: {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}".removesuffix(
-            ": "
-        ),
+        "classes": f"{task.get('classes')}: {listed}" if names else task.get("classes"),
         "inputs": "unknown" if seen is None else InputRange.from_dict(seen),
         "calibration": f"{manifest['points']} points, holdout {manifest['holdout_size']}",
         "numerics": ", ".join(f"{key} {value}" for key, value in manifest["numerics"].items()),
         "fingerprint": "no model: calibrated on noisy outputs" if model is None else model["fingerprint"],
-        **manifest["provenance"],
-        "file": f"{saved}, format {manifest['format']}, SHA-256 {file_digest(saved)}",
+        **{key: value for key, value in manifest["history"][-1].items() if key not in ("of", "unknown")},
+        "history": ", ".join(
+            f"{entry['how']} {entry['points']} points ({entry['created'][:10]})" for entry in manifest["history"]
+        ),
+        "file": f"{saved}, format {manifest['format']}, SHA-256 {digest}",
     }
-    ui.out.print("")
-    for key, value in known.items():
-        ui.out.print(f"{key:<12} {value}")
+    facts = ["", *(f"{key:<12} {value}" for key, value in known.items())]
+    return ui.Answer({"file": str(saved), "sha256": digest, **manifest}, [*shown, *facts])

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from keepcover.errors import InputError
 
-FORMATS = ("jsonl", "csv")
+FORMATS = ("jsonl", "csv", "npz")
 SEPARATOR = ";"
 
 
@@ -25,7 +27,7 @@ def format_of(path: Path | None) -> str:
     form = "jsonl" if path is None else path.suffix.lower().removeprefix(".")
     if form not in FORMATS:
         raise InputError(
-            f"expected a file that ends in .jsonl or .csv, got {path}; choose one, or say --format jsonl or csv"
+            f"expected a file that ends in .jsonl, .csv or .npz, got {path}; choose one, or say --format jsonl, csv or npz"
         )
     return form
 
@@ -38,8 +40,6 @@ def write_rows(rows: Sequence[dict[str, Any]], form: str) -> str:
         index,labels,size,trivial
         7,cat;fox,2,false
     """
-    if form not in FORMATS:
-        raise InputError(f"expected the format jsonl or csv, got {form!r}")
     if form == "jsonl":
         return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     text = io.StringIO()
@@ -49,9 +49,20 @@ def write_rows(rows: Sequence[dict[str, Any]], form: str) -> str:
     return text.getvalue()
 
 
+def write_arrays(sets: Any) -> bytes:
+    """Sets as the arrays of an .npz file, with what they promise."""
+    text = io.BytesIO()
+    np.savez_compressed(
+        text, guarantee=str(sets.guarantee), **{name: one.cpu().numpy() for name, one in sets.arrays().items()}
+    )
+    return text.getvalue()
+
+
 def _cell(value: Any) -> Any:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, dict):
+        value = [f"{name}={one:.6g}" for name, one in value.items()]
     if not isinstance(value, list):
         return value
     for one in value:

@@ -2,122 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import typer
+from typing import Annotated, Any, Literal
 
 from keepcover.cli import console as ui
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from keepcover.engine.smoother import Classifier, Smoother
-    from keepcover.store import Chunk, LogitStore
-    from keepcover.store.cluster import Cluster, ClusterFilled
-
-EngineName = Literal["local", "ray"]
+from keepcover.cli import options as opt
+from keepcover.errors import InputError
+from keepcover.models import is_named
+from keepcover.prediction.question import budget
+from keepcover.specs import load_model
+from keepcover.store import LogitStore, StoreKey, size_in_words
+from keepcover.store.cluster import Cluster
 
 
-@ui.app.command()
-def smooth(
-    model: ui.ModelSpec,
-    data: ui.DataSpec,
-    root: Annotated[Path, typer.Option("--out", help="Folder of stores; this one gets its own folder there.")],
-    sigma: ui.MaybeSigma = None,
-    noise: ui.NoiseSpec = None,
-    weights: ui.Weights = None,
-    data_dir: ui.DataDir = None,
-    draws: Annotated[int, typer.Option(help="Noisy copies per image; more can be added later.")] = 256,
-    images: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
-    seed: ui.Seed = 0,
-    device: ui.Device = None,
-    autocast: ui.Autocast = None,
-    compile: ui.Compile = False,
-    channels_last: ui.ChannelsLast = False,
-    batch_size: ui.BatchSize = None,
-    chunk_images: Annotated[int | None, typer.Option(help="Images per file, fixed when the store is made.")] = None,
-    chunk_draws: Annotated[int | None, typer.Option(help="Draws per file, fixed when the store is made.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume/--restart", help="Go on from what is stored, or delete it and begin again.")
-    ] = True,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Only compare all checksums; exit code 1 if a chunk is damaged or missing.")
-    ] = False,
-    engine: Annotated[EngineName, typer.Option(help="Where to run: this process, or workers on Ray.")] = "local",
-    address: Annotated[
-        str | None, typer.Option(help="Ray: `auto`, `host:port` or `ray://host:port`; without it, this machine alone.")
-    ] = None,
-    workers: Annotated[int | None, typer.Option(help="Ray: how many workers; as many as fit by default.")] = None,
-    cpus_per_worker: Annotated[float | None, typer.Option(help="Ray: cores, and torch threads, of a worker.")] = None,
+@dataclass(frozen=True)
+class Workers:
+    """What ``--engine ray`` takes."""
+
+    address: Annotated[str | None, "Ray: `auto`, `host:port` or `ray://host:port`; without it, this machine alone."] = (
+        None
+    )
+    workers: Annotated[int | None, "Ray: how many workers; as many as fit by default."] = None
+    cpus_per_worker: Annotated[float | None, "Ray: cores, and torch threads, of a worker."] = None
     gpus_per_worker: Annotated[
-        float | None, typer.Option(help="Ray: 1 gives each worker a GPU, 0.5 puts two on one; implies --device cuda.")
-    ] = None,
-    as_json: ui.Json = False,
-) -> None:
+        float | None, "Ray: 1 gives each worker a GPU, 0.5 puts two on one; implies --device cuda."
+    ] = None
+
+    def cluster(self, engine: str) -> Cluster | None:
+        """None for this process."""
+        if engine == "ray":
+            cpus = 1.0 if self.cpus_per_worker is None else self.cpus_per_worker
+            return Cluster(self.address, self.workers, cpus, self.gpus_per_worker)
+        for name, value in vars(self).items():
+            if value is not None:
+                option = name.replace("_", "-")
+                raise InputError(f"--{option} is for workers on Ray: add --engine ray, or leave it out")
+        return None
+
+
+@opt.command
+def smooth(
+    using: opt.Model,
+    given: opt.Data,
+    root: Annotated[Path, "--out", "Folder of stores; this one gets its own folder there."],
+    added: opt.Added,
+    numerics: opt.Numerics,
+    ray: Workers,
+    *,
+    draws: Annotated[int | None, "Noisy copies per image, 256 by default; more can be added later."] = None,
+    images: Annotated[int | None, "Only the first so many images."] = None,
+    seed: opt.Seed = 0,
+    chunk_images: Annotated[int | None, "Images per file, fixed when the store is made."] = None,
+    chunk_draws: Annotated[int | None, "Draws per file, fixed when the store is made."] = None,
+    resume: Annotated[bool, "--resume/--restart", "Go on from what is stored, or delete it and begin again."] = True,
+    verify: Annotated[
+        bool, "--verify", "Only compare all checksums; exit code 1 if a chunk is damaged or missing."
+    ] = False,
+    engine: Annotated[Literal["local", "ray"], "Where to run: this process, or workers on Ray."] = "local",
+) -> ui.Answer:
     """Run a model under noise once and keep its logits on disk, for `keepcover evaluate` and everything else.
 
     Stop it whenever you like, and run it again: it goes on with the first chunk that is missing or damaged. More draws
     extend the store. Another model, noise, seed, data or numerics get a store of their own. `--engine ray` shares the
     work among several GPUs or machines; the store is the same.
     """
-    from dataclasses import replace
-    from functools import partial
-
-    import torch
-
-    from keepcover.engine.smoother import Smoother
-    from keepcover.errors import InputError
-    from keepcover.specs import MODELS, load_data, load_model
-    from keepcover.store import LogitStore, StoreKey, size_in_words
-
-    if model in MODELS and weights is None:
-        raise InputError(f"{model} needs trained weights: --weights FILE")
-    cluster = _cluster(engine, address, workers, cpus_per_worker, gpus_per_worker)
-    if cluster is not None and device not in (None, "cpu", "cuda"):
-        raise InputError(f"expected --device cpu or cuda with --engine ray, which chooses the GPU, got {device!r}")
-    if cluster is not None and gpus_per_worker and device is None:
-        device = "cuda"
-    labelled = load_data(data, data_dir)
+    device, cluster = using.device, ray.cluster(engine)
+    if cluster is not None:
+        device = device or ("cuda" if cluster.gpus else None)
+        if device not in (None, "cpu", "cuda"):
+            raise InputError(f"expected --device cpu or cuda with --engine ray, which chooses the GPU, got {device!r}")
+        using = replace(using, device=None)  # the machine that deals out the work may lack what workers have
+    labelled = given.labelled()
     if images is not None and not 1 <= images <= len(labelled):
-        raise InputError(f"expected 1 to {len(labelled)} images of {data}, got {images}")
+        raise InputError(f"expected 1 to {len(labelled)} images of {given}, got {images}")
     labelled = labelled[: len(labelled) if images is None else images]
-    here = device if cluster is None else None  # the machine that deals out the work may lack what workers have
-    smoother = Smoother(
-        load_model(model, weights, len(labelled.class_names), here),
-        ui.some_noise(sigma, noise),
-        batch_size=batch_size,
-        device=here,
-        autocast=None if autocast is None else getattr(torch, autocast),
-        channels_last=channels_last,
-        compile=compile,
-    )
-    key = StoreKey.of(smoother, labelled.pair, seed)
+    network = using.load(len(labelled.class_names))
+    smoother = numerics.smoother(network, added.required(), using.device)
+    draws, _ = budget(smoother.noise, draws, None, tuple(labelled.images.shape[1:]), 256)
+    key = StoreKey.of(smoother, labelled.pair, seed, model_fingerprint=using.fingerprint)
     if cluster is not None and device is not None:
         key = replace(key, device=device)
     store = LogitStore.open(
         root, key, draws=draws, chunk_images=chunk_images, chunk_draws=chunk_draws, restart=not resume and not verify
     )
-    damaged = store.verify() if verify else {}
-    missing = store.missing(draws)
     if verify:
-        _report(store, damaged, missing, as_json)
-        raise typer.Exit(1 if damaged or missing else 0)
+        return _verify(store, draws)
+    missing = store.missing(draws)
     for chunk, why in store.damaged.items():
         if any(chunk.overlaps(other) for other in missing):
-            _warn(f"damaged: {chunk.name}: {why}; computing it again")
+            ui.err.print(f"damaged: {chunk.name}: {why}; computing it again", style="yellow")
+    more: dict[str, Any] = {}
     if cluster is None:
-        done, more = store.fill(smoother, labelled.pair, draws), {}
+        done = store.fill(smoother, labelled.pair, draws)
     else:
-        build = None if model in MODELS else partial(load_model, _everywhere(model), device=key.device)
-        done = _on_cluster(cluster, store, smoother, labelled.pair, draws, build)
-        more = {
-            "engine": "ray",
-            "workers": done.workers,
-            "lost_workers": done.lost_workers,
-            "repeated_chunks": done.repeated_chunks,
-        }
+        from keepcover.store.cluster.ray import fill
+
+        # A worker need not run in this folder: files go by their full path.
+        named = str(Path(using.model).resolve()) if Path(using.model).is_file() else using.model
+        build = partial(load_model, named, using.weights, len(labelled.class_names), key.device, using.model_output)
+        with redirect_stdout(io.StringIO()):  # what Ray prints stays off the screen and out of --json
+            factory = None if is_named(using.model) else build
+            done = fill(store, smoother, labelled.pair, draws, cluster, factory=factory)
+        counted = ("workers", "lost_workers", "repeated_chunks")
+        more = {"engine": "ray", **{name: getattr(done, name) for name in counted}}
     facts = {
         **store.summary(),
         "computed_chunks": done.computed,
@@ -127,19 +118,14 @@ def smooth(
         "noisy_images_per_second": round(done.noisy_images / done.seconds, 1),
         **more,
     }
-    if as_json:
-        ui.print_json(facts)
-        return
     lines = [
         f"store    {store.folder}",
         f"holds    {facts['images']} images x {facts['draws']} draws x {facts['classes']} classes, float16, "
         f"{size_in_words(facts['bytes'])} in {_count(facts['chunks'], 'file')}",
     ]
     if done.computed:
-        rate = f"{facts['noisy_images_per_second']:.0f} noisy images/s"
-        lines.append(
-            f"done     {_count(done.computed, 'chunk')} computed, {done.reused} reused, {done.seconds:.1f} s, {rate}"
-        )
+        rate = f"{done.reused} reused, {done.seconds:.1f} s, {facts['noisy_images_per_second']:.0f} noisy images/s"
+        lines.append(f"done     {_count(done.computed, 'chunk')} computed, {rate}")
         if more:
             lost = (
                 f", {_count(more['lost_workers'], 'worker')} lost, {_count(more['repeated_chunks'], 'chunk')} repeated"
@@ -148,65 +134,20 @@ def smooth(
     else:
         lines.append(f"done     nothing to do: all of it was there, and every checksum matches ({done.seconds:.1f} s)")
     lines.append(f"next     keepcover evaluate {store.folder} --epsilon EPSILON")
-    ui.out.print("\n".join(lines))
-
-
-def _cluster(
-    engine: EngineName, address: str | None, workers: int | None, cpus: float | None, gpus: float | None
-) -> Cluster | None:
-    """What ``--engine ray`` asks for; None for this process."""
-    from keepcover.errors import InputError
-    from keepcover.store.cluster import Cluster
-
-    if engine == "ray":
-        return Cluster(address, workers, 1.0 if cpus is None else cpus, gpus)
-    given = {"--address": address, "--workers": workers, "--cpus-per-worker": cpus, "--gpus-per-worker": gpus}
-    for name, value in given.items():
-        if value is not None:
-            raise InputError(f"{name} is for workers on Ray: add --engine ray, or leave it out")
-    return None
-
-
-def _everywhere(spec: str) -> str:
-    """A model's name for workers: files by their full path, because a worker need not run in this folder."""
-    return str(Path(spec).resolve()) if Path(spec).is_file() else spec
-
-
-def _on_cluster(
-    cluster: Cluster,
-    store: LogitStore,
-    smoother: Smoother,
-    data: tuple[Tensor, Tensor],
-    draws: int,
-    build: Callable[[], Classifier] | None,
-) -> ClusterFilled:
-    """Fill a store on Ray; what Ray prints stays off the screen and out of ``--json``."""
-    import io
-    from contextlib import redirect_stdout
-
-    from keepcover.store.cluster.ray import fill
-
-    with redirect_stdout(io.StringIO()):
-        return fill(store, smoother, data, draws, cluster, factory=build)
+    return ui.Answer(facts, lines)
 
 
 def _count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-def _warn(text: str) -> None:
-    ui.err.print(text, style="yellow")
-
-
-def _report(store: LogitStore, damaged: dict[str, str], missing: list[Chunk], as_json: bool) -> None:
-    """What ``--verify`` found."""
-    sound = not damaged and not missing
+def _verify(store: LogitStore, draws: int) -> ui.Answer:
+    """What ``--verify`` finds."""
+    damaged, missing = store.verify(), [chunk.name for chunk in store.missing(draws)]
+    intact = not damaged and not missing
     for name, why in damaged.items():
-        _warn(f"damaged: {name}: {why}")
-    if as_json:
-        names = [chunk.name for chunk in missing]
-        ui.print_json({**store.summary(), "damaged": damaged, "missing": names, "sound": sound})
-        return
-    verdict = "all checksums match" if sound else f"{len(damaged)} damaged, {len(missing)} missing"
-    there = _count(len(store.entries), "intact chunk")
-    ui.out.print(f"{store.folder}: {there}, {verdict}")
+        ui.err.print(f"damaged: {name}: {why}", style="yellow")
+    verdict = "all checksums match" if intact else f"{len(damaged)} damaged, {len(missing)} missing"
+    said = f"{store.folder}: {_count(len(store.entries), 'intact chunk')}, {verdict}"
+    facts = {**store.summary(), "damaged": damaged, "missing": missing, "intact": intact}
+    return ui.Answer(facts, [said], int(not intact))

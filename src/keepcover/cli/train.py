@@ -2,219 +2,285 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
-from keepcover.cli.console import Alpha, DataDir, DataSpec, Epsilon, Json, Seed, Sigma, app, err, out, print_json
+from keepcover.cli import console as ui
+from keepcover.cli import options as opt
+from keepcover.data import Labelled
+from keepcover.engine.devices import checked_device
 from keepcover.errors import InputError
+from keepcover.models import find_weights, is_named, load_weights
+from keepcover.models.denoiser import load_denoiser
+from keepcover.specs import has_labels, load_model, load_parts, parts_by
+from keepcover.training.base import train_base
+from keepcover.training.denoiser import DenoiserRecipe, read_images, train_denoiser
+from keepcover.training.recipe import Recipe, recommended
+from keepcover.training.run import PRESETS, ConformalRequest, train_conformal
 
 train = typer.Typer(
     help="Train base models under noise, or last layers for small prediction sets.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
-app.add_typer(train, name="train")
+ui.app.add_typer(train, name="train")
 
-ModelSpec = Annotated[
-    str, typer.Option("--model", help="`small-cnn`, `cifar-resnet20/56/110`, `resnet50`, or `package.module:function`.")
-]
-Weights = Annotated[str | None, typer.Option(help="Weights to start from: a file, or the name of committed ones.")]
-Part = Annotated[
-    str | None,
-    typer.Option(
-        help="k/m: train on the k-th of m random disjoint parts, where there is no official training part; 1/2 by default, which "
-        "leaves 3/4 and 4/4 for calibration and for judging."
-    ),
-]
-Out = Annotated[Path, typer.Option("--out", help="Where weights go (.safetensors); a card is written beside them.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Flip = Annotated[bool | None, typer.Option(help="Mirror images at random; by default for photographs only.")]
-Pad = Annotated[int | None, typer.Option(help="Pixels of random shift; an eighth of the image by default.")]
-Resume = Annotated[
-    bool, typer.Option("--resume/--restart", help="Go on from the checkpoint of a run that was stopped.")
-]
+Sigma = Annotated[float, "Standard deviation of the Gaussian noise, in the units of the inputs."]
+Resume = Annotated[bool, "--resume/--restart", "Go on from the checkpoint of a run that was stopped."]
+Out = Annotated[Path, "--out", "Where weights go (.safetensors); a card is written beside them."]
 
 
-def _augmentation(data: Any, pad: int | None, flip: bool | None) -> dict[str, Any]:
-    """Shifts of an eighth; mirrors for photographs, not for digits."""
-    return {
-        "pad": data.images.shape[2] // 8 if pad is None else pad,
-        "flip": data.images.shape[1] == 3 if flip is None else flip,
-    }
+@dataclass(frozen=True)
+class Run(opt.Data):
+    """What every kind of training needs: a network, data, where the weights go."""
+
+    data: Annotated[str, "As for `keepcover calibrate`; official training data where there are such."] = "digits"
+    part: Annotated[
+        str | None,
+        "k/m: train on the k-th of m random disjoint parts, where there is no official training part; 1/2 by default, "
+        "which leaves 3/4 and 4/4 for calibration and for judging.",
+    ] = None
+    model: Annotated[
+        str, "`small-cnn`, `cifar-resnet20/56/110`, `wrn-D-W`, `resnet50`, or `package.module:function`."
+    ] = "small-cnn"
+    weights: Annotated[
+        str | None,
+        "Weights to start from, or below a new head: a file, or the name of committed ones. Where the number of classes "
+        "is another one, `base` starts the last layer afresh.",
+    ] = None
+    pad: Annotated[int | None, "Pixels of random shift; an eighth of the image by default."] = None
+    flip: Annotated[bool | None, "Mirror images at random; by default for photographs only."] = None
+    resume: Resume = True
+    device: Annotated[str, "cpu or cuda."] = "cpu"
+    seed: opt.Seed = 0
+
+    def parts(self) -> tuple[Labelled, Labelled]:
+        """Training and test data, once the device is known to be there."""
+        checked_device(self.device)
+        return load_parts(self.data, self.data_dir, self.part, self.seed)
+
+    def augmentation(self, data: Labelled) -> dict[str, Any]:
+        """Shifts of an eighth; mirrors for photographs, not for digits."""
+        return {
+            "pad": data.images.shape[2] // 8 if self.pad is None else self.pad,
+            "flip": data.images.shape[1] == 3 if self.flip is None else self.flip,
+        }
+
+    def network(self, classes: int, new_head: bool = False) -> torch.nn.Module:
+        """The module to train, with its weights."""
+        if new_head and self.weights and is_named(self.model):
+            return load_weights(_module(self.model, None, classes), self.weights, new_head=True)
+        return _module(self.model, self.weights, classes)
 
 
-def _network(model: str, weights: str | None, classes: int) -> Any:
-    """A module to train; a plain function has nothing to change."""
-    import torch
-
-    from keepcover.specs import load_model
-
-    network = load_model(model, weights, classes)
+def _module(model: str, weights: str | None, classes: int, fresh: bool = True) -> torch.nn.Module:
+    """A network to train or to imitate; a plain function has nothing to change."""
+    network = load_model(model, weights, classes, fresh=fresh)
     if not isinstance(network, torch.nn.Module):
         raise InputError(f"training needs a torch module; {model} gave {type(network).__name__}")
     return network
 
 
-def _say(text: str) -> None:
-    err.print(text, highlight=False, soft_wrap=True)
+@dataclass(frozen=True)
+class Schedule:
+    """What a recipe may say otherwise; by the model where it is not said."""
+
+    epochs: Annotated[int | None, "Passes over the data; 80 by default."] = None
+    minutes: Annotated[
+        float | None, "Time for the whole run, in place of epochs: their number is measured and recorded."
+    ] = None
+    batch_size: Annotated[int | None, "Images per step; by the model by default."] = None
+    lr: Annotated[float | None, "Highest learning rate: linear warm-up, then cosine."] = None
+    weight_decay: Annotated[float | None, "By the model by default."] = None
+    copies: Annotated[int | None, "Noises per image in a step."] = None
+    cutout: Annotated[int | None, "Side of the grey square in every image, in pixels."] = None
+    cutmix: Annotated[float | None, "Share of images with a rectangle from another image."] = None
+    average: Annotated[float | None, "Share of the run over which weights are averaged; 0 keeps the last ones."] = None
 
 
-@train.command()
+@partial(opt.command, to=train)
 def base(
-    sigma: Sigma,
     out_path: Out,
-    model: ModelSpec = "small-cnn",
-    weights: Weights = None,
-    data: DataSpec = "digits",
-    data_dir: DataDir = None,
-    part: Part = None,
-    epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 80,
-    batch_size: Annotated[int, typer.Option(help="Images per step.")] = 256,
-    lr: Annotated[float, typer.Option(help="Highest learning rate: linear warm-up, then cosine.")] = 0.1,
-    pad: Pad = None,
-    flip: Flip = None,
-    resume: Resume = True,
-    checkpoint_seconds: Annotated[
-        float, typer.Option(help="Renew the checkpoint at the end of an epoch that finds it this old.")
-    ] = 30.0,
-    device: Device = "cpu",
-    seed: Seed = 0,
-    as_json: Json = False,
-) -> None:
-    """Train a classifier under Gaussian noise, or fine-tune one from its own weights.
+    noise: opt.Added,
+    run: Run,
+    schedule: Schedule,
+    *,
+    teacher: Annotated[
+        list[str] | None, "MODEL=WEIGHTS of a network to imitate under noise; several are averaged."
+    ] = None,
+    labels: Annotated[
+        bool,
+        "Without: a trained network learns to say under noise what it says of the same images now. Data need no labels: "
+        "a folder of images, or a file of `images` alone.",
+    ] = True,
+    classes: Annotated[int | None, "Of a built-in network, where data have no labels."] = None,
+    compile: Annotated[bool | None, "Compile the network; by default for wide networks on a GPU."] = None,
+    checkpoint_seconds: Annotated[float, "Renew the checkpoint at the end of an epoch that finds it this old."] = 30.0,
+) -> ui.Answer:
+    """Train a classifier under noise, or fine-tune one from its own weights.
 
     An ordinary classifier collapses under noise, and its certified sets with it. Stop it at any moment: the same command
     goes on where it was.
     """
-    import torch
-
-    from keepcover.engine.devices import checked_device
-    from keepcover.specs import load_parts
-    from keepcover.training.base import Recipe, train_base
-
-    checked_device(device)
-    training, test = load_parts(data, data_dir, part, seed)
-    recipe = Recipe(
-        sigma, epochs, batch_size, lr, warmup_epochs=min(2, epochs - 1), seed=seed, **_augmentation(training, pad, flip)
-    )
-    torch.manual_seed(seed)
-    network = _network(model, weights, len(training.class_names))
+    law = noise.required()
+    given = {name: value for name, value in vars(schedule).items() if value is not None}
+    if labels or has_labels(run.data):
+        training, test = run.parts()
+        classes = len(training.class_names)
+        torch.manual_seed(run.seed)
+        network = run.network(classes, new_head=labels)
+    else:
+        if is_named(run.model) and not (run.weights and classes):
+            raise InputError(f"without labels a trained network is needed: give --weights and --classes of {run.model}")
+        network = run.network(classes or 0).to(checked_device(run.device))
+        training, test = parts_by(network, run.data, run.part, run.seed)
+        classes = len(training.class_names)
+    teachers = {}
+    for text in teacher or []:
+        model, _, weights = text.partition("=")
+        name = f"{model}={find_weights(weights).stem}" if weights else model
+        teachers[name] = _module(model, weights or None, classes)
     card = train_base(
         network,
         training,
         test,
+        Recipe(
+            noise.sigma or 0.0,
+            noise=noise.noise,
+            seed=run.seed,
+            **{**recommended(run.model), **run.augmentation(training), **given},
+        ),
+        out_path,
+        architecture=run.model,
+        start=find_weights(run.weights).stem if run.weights else None,
+        teachers=teachers,
+        labels=labels,
+        compile=compile,
+        device=run.device,
+        resume=run.resume,
+        checkpoint_seconds=checkpoint_seconds,
+        say=ui.err.print,
+    )
+    accuracy = f"noisy accuracy {card['top1_accuracy_one_noisy_draw_test']:.4f}"
+    return _trained(card, f"{accuracy} under {law} on {len(test)} images of {test.name},", "weights", out_path)
+
+
+def _trained(card: dict[str, Any], said: str, what: str, path: Path) -> ui.Answer:
+    """What a training run says at its end."""
+    spent = f"{said} {card['seconds']:.0f} s on {card['hardware']}"
+    return ui.Answer(card, [spent, f"{what:<9} {path}", f"card      {path.with_suffix('.json')}"])
+
+
+@partial(opt.command, to=train)
+def denoiser(
+    data: Annotated[
+        list[str],
+        "Images of your kind, without labels: a folder with files at any depth, or a pattern such as `photos/*.webp`; "
+        "several may be given. `FOLDER@64` cuts every file into tiles of 64 x 64.",
+    ],
+    out_path: Out,
+    *,
+    minutes: Annotated[float | None, "Time for the run; 10 by default."] = None,
+    steps: Annotated[int | None, "Steps in place of minutes: a run that can be repeated."] = None,
+    smallest: Annotated[float, "Smallest sigma it learns."] = 0.05,
+    largest: Annotated[float, "Largest sigma it learns."] = 1.0,
+    size: Annotated[int, "Larger images are scaled to this, and cropped to a square."] = 160,
+    channels: Annotated[
+        int | None, "Of the classifier's inputs, 1 or 3; by default 1 where every image is grey, and else 3."
+    ] = None,
+    crop: Annotated[int, "Side of the largest crops in a step."] = 128,
+    pixels: Annotated[int, "Pixels in a step."] = 2**20,
+    lr: Annotated[float, "Highest learning rate: linear warm-up, then cosine."] = 5e-4,
+    start: Annotated[str | None, "Go on from a denoiser: a file, or `bundled` for the one of the package."] = None,
+    towards: Annotated[
+        str | None, "A classifier, as for `--model`, whose clean outputs it learns to keep: no labels are needed."
+    ] = None,
+    weights: Annotated[str | None, "Weights of that classifier."] = None,
+    classes: Annotated[int, "Number of its classes."] = 1000,
+    stability: Annotated[float, "Weight of its outputs beside the squared error."] = 0.1,
+    resume: Resume = True,
+    device: Annotated[str, "cpu or cuda."] = "cpu",
+    seed: opt.Seed = 0,
+) -> ui.Answer:
+    """Train a denoiser on unlabelled images, for `--model denoised@FILE:MODEL`.
+
+    The one in the package is for photographs; images of another kind (medical, satellite, digits) want their own. With
+    `--towards` it learns besides to leave what one classifier says about clean images as it is.
+    """
+    checked_device(device)
+    recipe = DenoiserRecipe(
+        (smallest, largest),
+        10.0 if minutes is None and steps is None else minutes,
+        steps,
+        crop,
+        pixels,
+        lr,
+        stability=stability,
+        seed=seed,
+    )
+    card = train_denoiser(
+        read_images(data, size, channels),
         recipe,
         out_path,
-        architecture=model,
+        name=", ".join(Path(spec).name for spec in data),
+        start=load_denoiser() if start == "bundled" else start,
+        classifier=None if towards is None else _module(towards, weights, classes, fresh=False),
+        towards=towards or "",
         device=device,
         resume=resume,
-        checkpoint_seconds=checkpoint_seconds,
-        say=_say,
+        say=ui.err.print,
     )
-    if as_json:
-        print_json(card)
-        return
-    accuracy = card["top1_accuracy_one_noisy_draw_test"]
-    out.print(
-        f"noisy accuracy {accuracy:.4f} at sigma {sigma:g} on {len(test)} images, {card['seconds']:.0f} s on {card['hardware']}\n"
-        f"weights  {out_path}\ncard     {out_path.with_suffix('.json')}",
-        highlight=False,
-        soft_wrap=True,
+    held = ", ".join(f"{db} dB at sigma {sigma}" for sigma, db in card["psnr_held_out"].items())
+    return _trained(card, f"held-out images {held}; {card['steps']} steps,", "denoiser", out_path)
+
+
+def _conformal(
+    kind: str,
+    sigma: Sigma,
+    epsilon: opt.Epsilon,
+    out_path: Out,
+    run: Run,
+    *,
+    alpha: opt.Alpha = 0.1,
+    preset: Annotated[str | None, "`cifar10` or `cifar100`: whose hyper-parameters; by the data by default."] = None,
+    epochs: Annotated[int | None, "Passes over the data; the preset's by default."] = None,
+    batch_size: Annotated[int | None, "Images per step; the preset's by default."] = None,
+    lr: Annotated[float | None, "First learning rate; the preset's by default."] = None,
+    keep_head: Annotated[bool, "--keep-head", "Go on from the last layer there is instead of a fresh one."] = False,
+    views: Annotated[int, "Random crops and flips of every image in the feature bank."] = 4,
+    validation: Annotated[int, "Training images set aside to log set sizes on."] = 1000,
+    whole: Annotated[bool, "--whole", "Train the whole network under fresh noise."] = False,
+    fresh: Annotated[bool, "--fresh-noise", "Train the last layer without a bank: much slower."] = False,
+) -> ui.Answer:
+    if is_named(run.model):
+        if run.weights is None:
+            raise InputError(f"a last layer is trained over a trained {run.model}: give its --weights")
+        if find_weights(run.weights).resolve() == out_path.resolve():
+            raise InputError(f"--out would replace the base weights {run.weights}; give another name")
+    training, _ = run.parts()
+    preset = preset or (training.name if training.name in PRESETS else "cifar10")
+    how = {"views": views, "validation": min(validation, len(training) // 10), "whole": whole, "fresh": fresh}
+    request = ConformalRequest(kind, sigma, epsilon, alpha, preset, **how, **run.augmentation(training))
+    asked = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": run.seed, "reset": not keep_head}
+    recipe = replace(request.settings, **{name: value for name, value in asked.items() if value is not None})
+    card = train_conformal(
+        run.network(len(training.class_names)),
+        training,
+        replace(request, recipe=recipe),
+        out_path,
+        base=find_weights(run.weights).stem if run.weights else run.model,
+        device=run.device,
+        resume=run.resume,
+        say=ui.err.print,
     )
-
-
-def _conformal(kind: str) -> Any:
-    def command(
-        sigma: Sigma,
-        epsilon: Epsilon,
-        out_path: Out,
-        weights: Annotated[
-            str | None,
-            typer.Option(help="Base weights: a file, or the name of committed ones; your own function loads its own."),
-        ] = None,
-        model: ModelSpec = "small-cnn",
-        data: DataSpec = "digits",
-        data_dir: DataDir = None,
-        part: Part = None,
-        alpha: Alpha = 0.1,
-        preset: Annotated[
-            str | None, typer.Option(help="`cifar10` or `cifar100`: whose hyper-parameters; by the data by default.")
-        ] = None,
-        epochs: Annotated[int | None, typer.Option(help="Passes over the data; the preset's by default.")] = None,
-        batch_size: Annotated[int | None, typer.Option(help="Images per step; the preset's by default.")] = None,
-        lr: Annotated[float | None, typer.Option(help="First learning rate; the preset's by default.")] = None,
-        keep_head: Annotated[
-            bool, typer.Option("--keep-head", help="Go on from the last layer there is instead of a fresh one.")
-        ] = False,
-        views: Annotated[int, typer.Option(help="Random crops and flips of every image in the feature bank.")] = 4,
-        validation: Annotated[int, typer.Option(help="Training images set aside to log set sizes on.")] = 1000,
-        whole: Annotated[bool, typer.Option("--whole", help="Train the whole network under fresh noise.")] = False,
-        fresh: Annotated[
-            bool, typer.Option("--fresh-noise", help="Train the last layer without a bank: much slower.")
-        ] = False,
-        pad: Pad = None,
-        flip: Flip = None,
-        resume: Resume = True,
-        device: Device = "cpu",
-        seed: Seed = 0,
-        as_json: Json = False,
-    ) -> None:
-        from keepcover.engine.devices import checked_device
-        from keepcover.models import find_weights
-        from keepcover.specs import MODELS, load_parts
-        from keepcover.training.heads import PRESETS
-        from keepcover.training.run import ConformalRequest, train_conformal
-
-        checked_device(device)
-        if model in MODELS:
-            if weights is None:
-                raise InputError(f"a last layer is trained over a trained {model}: give its --weights")
-            if find_weights(weights).resolve() == out_path.resolve():
-                raise InputError(f"--out would replace the base weights {weights}; give another name")
-        training, _ = load_parts(data, data_dir, part, seed)
-        preset = preset or (training.name if training.name in PRESETS else "cifar10")
-        request = ConformalRequest(
-            kind,
-            sigma,
-            epsilon,
-            alpha,
-            preset,
-            views=views,
-            validation=min(validation, len(training) // 10),
-            whole=whole,
-            fresh=fresh,
-            **_augmentation(training, pad, flip),
-        )
-        asked = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": seed, "reset": not keep_head}
-        recipe = replace(request.settings, **{name: value for name, value in asked.items() if value is not None})
-        network = _network(model, weights, len(training.class_names))
-        card = train_conformal(
-            network,
-            training,
-            replace(request, recipe=recipe),
-            out_path,
-            base=find_weights(weights).stem if weights else model,
-            device=device,
-            resume=resume,
-            say=_say,
-        )
-        if as_json:
-            print_json(card)
-            return
-        last = card["history"][-1]
-        out.print(
-            f"set size {last['hard_size']:.3f} (soft {last['soft_size']:.3f}) on validation images, "
-            f"{card['seconds']:.0f} s on {card['hardware']}\n"
-            f"{card['trains']}  {out_path}\ncard  {out_path.with_suffix('.json')}",
-            highlight=False,
-            soft_wrap=True,
-        )
-
-    command.__doc__ = _DOCS[kind]
-    return command
+    last = card["history"][-1]
+    said = f"set size {last['hard_size']:.3f} (soft {last['soft_size']:.3f}) on validation images,"
+    return _trained(card, said, card["trains"], out_path)
 
 
 _DOCS = {
@@ -231,5 +297,5 @@ _DOCS = {
     Beyond the paper. The rule is the one that the base model's own scores call for.
     """,
 }
-for _kind in _DOCS:
-    train.command(_kind)(_conformal(_kind))
+for _kind, _text in _DOCS.items():
+    opt.command(partial(_conformal, _kind), to=train, name=_kind, help=_text)

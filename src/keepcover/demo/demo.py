@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,19 +16,7 @@ from keepcover.attacks import Audit, audit
 from keepcover.data import Labelled, digits
 from keepcover.engine.memory import RememberingSmoother
 from keepcover.errors import KeepcoverWarning
-from keepcover.methods import (
-    CAS,
-    RCP1,
-    RSCP,
-    Auto,
-    BinCP,
-    Exact,
-    ExactAsymmetric,
-    Method,
-    RSCPPlus,
-    SmoothedCP,
-    SplitCP,
-)
+from keepcover.methods import Method, get_method
 from keepcover.noise import Stream
 from keepcover.prediction.calibration import calibrate
 from keepcover.prediction.predictor import Predictor
@@ -51,18 +40,18 @@ class Entry:
 
 
 ENTRIES = (
-    Entry("vanilla CP", SplitCP(), 1, sigma=0.0),
-    Entry("smoothed CP", SmoothedCP(), 64),
-    Entry("RSCP + PTT", RSCP(), 64),
-    Entry("RSCP+ Hoeffding + PTT", RSCPPlus("hoeffding"), 256),
-    Entry("RSCP+ Bernstein + PTT", RSCPPlus("bernstein"), 256),
-    Entry("BinCP", BinCP(), 256),
-    Entry("CAS + PTT", CAS(), 256),
-    Entry("RCP1", RCP1(), 1),
-    Entry("exact, 1 draw", ExactAsymmetric(), 1),
-    Entry("exact, 4 draws", ExactAsymmetric(), 4),
-    Entry("exact (hull), 16 draws", Exact(), 16),
-    Entry("exact, 16 draws", Auto(), 16),
+    Entry("vanilla CP", get_method("cp"), 1, 0.0),
+    Entry("smoothed CP", get_method("cp_smoothed"), 64),
+    Entry("RSCP + PTT", get_method("rscp"), 64),
+    Entry("RSCP+ Hoeffding + PTT", get_method("rscp_plus_hoeffding"), 256),
+    Entry("RSCP+ Bernstein + PTT", get_method("rscp_plus_bernstein"), 256),
+    Entry("BinCP", get_method("bincp"), 256),
+    Entry("CAS + PTT", get_method("cas"), 256),
+    Entry("RCP1", get_method("rcp1"), 1),
+    Entry("exact, 1 draw", get_method("exact_asymmetric"), 1),
+    Entry("exact, 4 draws", get_method("exact_asymmetric"), 4),
+    Entry("exact (hull), 16 draws", get_method("exact"), 16),
+    Entry("exact, 16 draws", get_method("auto"), 16),
 )
 
 
@@ -74,12 +63,17 @@ class DemoResult:
     model: nn.Module
     accuracy: float
     predictors: dict[str, Predictor]
-    clean: dict[str, Evaluation]
-    curves: dict[str, list[tuple[float, float]]]
+    clean: dict[str, dict[float, Evaluation]]
     audit: Audit
     noisy_scores: tuple[Tensor, Tensor, float]
     seconds: float
     seed: int
+
+    @property
+    def curves(self) -> dict[str, list[tuple[float, float]]]:
+        """Mean size by promised radius, on clean test points."""
+        by_radius = {name: self.clean[name].items() for name in self.predictors}
+        return {name: sorted((radius, one.size) for radius, one in found) for name, found in by_radius.items()}
 
     @property
     def best(self) -> Predictor:
@@ -90,22 +84,14 @@ class DemoResult:
         """One dictionary per method: what the table prints."""
         rows = self.audit.summary(EPSILON)
         for row in rows:  # clean numbers from all test points, not only those attacked
-            measured = self.clean[row["name"]]
+            measured = self.clean[row["name"]][EPSILON]
             row.update(coverage=measured.coverage.__dict__, size=measured.size, full=measured.full)
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "dataset": self.data.name,
-            "alpha": ALPHA,
-            "epsilon": EPSILON,
-            "sigma": SIGMA,
-            "seed": self.seed,
-            "noisy_accuracy": self.accuracy,
-            "seconds": self.seconds,
-            "rows": self.rows(),
-            "audit": self.audit.to_dict(),
-        }
+        asked = {"dataset": self.data.name, "alpha": ALPHA, "epsilon": EPSILON, "sigma": SIGMA, "seed": self.seed}
+        found = {"noisy_accuracy": self.accuracy, "seconds": self.seconds}
+        return {**asked, **found, "rows": self.rows(), "audit": self.audit.to_dict()}
 
 
 def run_demo(
@@ -116,12 +102,10 @@ def run_demo(
     epochs: int = EPOCHS,
 ) -> DemoResult:
     """Run everything; ``say`` is told what happens. The last entry is the predictor that is kept."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors this small cost more to share among threads than to compute
-    try:
+    with contextlib.ExitStack() as after:
+        after.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)  # tensors this small cost more to share among threads than to compute
         return _run(seed, say, entries, attacked, epochs)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _run(seed: int, say: Callable[[str], None], entries: Sequence[Entry], attacked: int, epochs: int) -> DemoResult:
@@ -131,42 +115,25 @@ def _run(seed: int, say: Callable[[str], None], entries: Sequence[Entry], attack
     model = example_model(train, seed, epochs=epochs)
     smoothers = {sigma: RememberingSmoother(model, sigma) for sigma in (0.0, SIGMA)}
     predictors: dict[str, Predictor] = {}
-    clean: dict[str, Evaluation] = {}
-    curves: dict[str, list[tuple[float, float]]] = {}
+    clean: dict[str, dict[float, Evaluation]] = {}
     for entry in sorted(entries, key=lambda entry: -entry.draws):  # most draws first: the others reuse them
         say(f"calibrating {entry.name} ({entry.draws} draw{'s' if entry.draws > 1 else ''} per query)")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", KeepcoverWarning)  # full label sets show in the table
-            predictor = calibrate(
-                smoothers[entry.sigma],
-                calibration.pair,
-                alpha=ALPHA,
-                epsilon=RADII,
-                method=entry.method,
-                draws=entry.draws,
-                holdout=holdout.pair if entry.method.needs_holdout else None,
-                class_names=train.class_names,
-                seed=seed + 1,
-            )
+            how: dict[str, Any] = {"method": entry.method, "draws": entry.draws, "class_names": train.class_names}
+            how |= {"holdout": holdout.pair if entry.method.needs_holdout else None, "seed": seed + 1}
+            predictor = calibrate(smoothers[entry.sigma], calibration.pair, alpha=ALPHA, epsilon=RADII, **how)
         predictors[entry.name] = predictor
         sets = predictor.predict_all(test.images, seed=seed + 2)
-        clean[entry.name] = sets[ALPHA, EPSILON].measure(test.labels)
-        curves[entry.name] = sorted((epsilon, float(s.size.double().mean())) for (_, epsilon), s in sets.items())
-    curves = {entry.name: curves[entry.name] for entry in entries}
+        clean[entry.name] = {epsilon: one.measure(test.labels) for (_, epsilon), one in sets.items()}
     predictors = {entry.name: predictors[entry.name] for entry in entries}
     say(f"attacking {attacked} test images: 20 L2 steps of length {EPSILON / 10:g} inside a ball of radius {EPSILON:g}")
     report = audit(predictors, test[:attacked].pair, steps=20, draws=16, seed=seed + 3, progress=False)
     reference = predictors[entries[-1].name]
-    scores = _densities(reference, holdout)
-    accuracy = _noisy_accuracy(reference, test, seed)
-    return DemoResult(
-        digits(), model, accuracy, predictors, clean, curves, report, scores, time.monotonic() - start, seed
-    )
-
-
-def _noisy_accuracy(predictor: Predictor, test: Labelled, seed: int) -> float:
-    logits = predictor.running.logits(test.images, 4, Stream(seed, "test"))
-    return float((logits.argmax(-1) == test.labels[:, None]).double().mean())
+    noisy = reference.running.logits(test.images, 4, Stream(seed, "test"))
+    accuracy = float((noisy.argmax(-1) == test.labels[:, None]).double().mean())
+    scores, seconds = _densities(reference, holdout), time.monotonic() - start
+    return DemoResult(digits(), model, accuracy, predictors, clean, report, scores, seconds, seed)
 
 
 def _densities(predictor: Predictor, holdout: Labelled) -> tuple[Tensor, Tensor, float]:

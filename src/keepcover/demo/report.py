@@ -9,9 +9,9 @@ from keepcover.demo.demo import ALPHA, RADII, DemoResult
 from keepcover.files import make_folder, write_file
 from keepcover.pages import plots
 from keepcover.pages.audit_page import audit_page
-from keepcover.pages.predictor_page import facts
 from keepcover.pages.report import Figure, Section
 from keepcover.pages.sections import curve_figures, radius_axis
+from keepcover.prediction.report import facts
 
 
 def write_report(result: DemoResult, folder: Path, figures: Path | None = None) -> Path:
@@ -27,7 +27,7 @@ def write_report(result: DemoResult, folder: Path, figures: Path | None = None) 
         figures=curve_figures(
             "size-by-epsilon",
             result.curves,
-            lambda group: plots.size_curves(group, 10, certified, axis, top),
+            lambda group: plots.radius_curves(group, certified, axis, guides=[10.0], limits=(0.0, top)),
             "Mean set size against epsilon.",
         ),
         note=f"Radii {', '.join(f'{r:g}' for r in sorted(RADII))}; each predictor answers for all of them from one pass.",

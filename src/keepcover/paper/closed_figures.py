@@ -7,58 +7,50 @@ from typing import Any
 
 import numpy as np
 
-from keepcover.errors import InputError
 from keepcover.pages.plots import COLORS, GUIDE, INK, subplots
-from keepcover.paper.closed_form import (
-    HIGH,
-    HPS,
-    LOW,
-    failure_curves,
-    hps_after_ptt,
-    one_dimensional,
-    sigmoid_cdf,
-    threshold,
-)
-from keepcover.paper.piecewise import Smoothed
+from keepcover.paper import closed_form as closed
+from keepcover.paper.closed_form import HIGH, HPS, LOW, MIDDLE, Smoothed, threshold
 
 # Before and after PTT: a warm dashed and a cool solid line, told apart without colour as well.
 BEFORE = {"color": COLORS[1], "ls": "--"}
 AFTER = {"color": COLORS[0], "ls": "-"}
 
 
-def failure_case_figure(sigma: float = 0.3, alpha: float = 0.5) -> Any:
+def failure_case_figure() -> Any:
     """Smoothed scores of the failure case, and their cdfs with the threshold where they meet 1 - alpha."""
     figure, (scores, cdfs) = _panels(2)
-    curves = failure_curves(sigma, alpha)
-    lowest, highest = min(c.h.min() for c in curves.values()), max(c.h.max() for c in curves.values())
-    for name, label, style in (("S_b", "original score", BEFORE), ("PTT", "after PTT", AFTER)):
-        c = curves[name]
-        scores.plot(c.x, c.h, label=label, **style)
-        words = f"τ = {c.tau:.3f}, slope {c.slope:.2f}".replace("-", "−")
-        cdfs.plot([lowest, *c.t, highest], [0, *c.cdf, 1], label=words, **style)
-        cdfs.plot([c.tau], [1 - alpha], "o", ms=5, color=style["color"])
+    sigma, alpha = 0.3, 0.5
+    x, drawn = np.linspace(LOW, HIGH, 101), []
+    for label, score, style in (("original score", closed.S_B, BEFORE), ("after PTT", closed.S_B_PTT, AFTER)):
+        h = Smoothed(score, sigma)
+        tau, ends = threshold(h, alpha), [float(h(end)) for branch in h.branches(LOW, MIDDLE) for end in branch]
+        # The cdf leaves 0 like a square root where h turns: points as squares keep it smooth.
+        t = min(ends) + (max(ends) - min(ends)) * np.linspace(0, 1, len(x)) ** 2
+        scores.plot(x, h(x), label=label, **style)
+        drawn.append((h, t, tau, style))
+    lowest, highest = (bound(bound(h(x)) for h, *_ in drawn) for bound in (min, max))
+    for h, t, tau, style in drawn:
+        words = f"τ = {tau:.3f}, slope {closed.density(h, tau):.2f}".replace("-", "−")
+        cdfs.plot([lowest, *t, highest], [0, *(closed.cdf(h, each) for each in t), 1], label=words, **style)
+        cdfs.plot([tau], [1 - alpha], "o", ms=5, color=style["color"])
     _coverage(cdfs, alpha)
-    scores.set(
-        xlabel="input x",
-        ylabel="h(x) (standard normal units)",
-        xlim=(LOW, HIGH),
-        title=f"smoothed score, σ = {sigma:g}",
-    )
+    scores.set(xlabel="input x", xlim=(LOW, HIGH), title=f"smoothed score, σ = {sigma:g}")
+    scores.set_ylabel("h(x) (standard normal units)")
     cdfs.set(xlabel="t (standard normal units)", ylabel="P(h(x) ≤ t), true label", title="its cdf")
     scores.legend(fontsize=8)
     cdfs.legend(fontsize=8, loc="lower right")
     return figure
 
 
-def sigmoid_cdf_figure(alpha: float = 0.1, temperatures: tuple[float, float] = (1 / 400, 1 / 20)) -> Any:
+def sigmoid_cdf_figure() -> Any:
     """The cdf of a uniform score before and after the sigmoid: flat where it meets 1 - alpha."""
     figure, (before, after) = _panels(2, sharey=True)
-    t = np.linspace(0, 1, 2001)
+    alpha, t = 0.1, np.linspace(0, 1, 2001)
     before.plot(t, t, label="slope 1 at τ", **BEFORE)
     before.plot([1 - alpha], [1 - alpha], "o", ms=5, color=BEFORE["color"])
-    for T, style in zip(temperatures, ("-", "-."), strict=True):
-        label = f"T = {_ratio(T)}: slope {4 * T:g} at τ"
-        after.plot(t, sigmoid_cdf(t, 1 - alpha, T), style, color=AFTER["color"], label=label)
+    for inverse, style in ((400, "-"), (20, "-.")):
+        label = f"T = 1/{inverse}: slope {4 / inverse:g} at τ"
+        after.plot(t, closed.sigmoid_cdf(t, 1 - alpha, 1 / inverse), style, color=AFTER["color"], label=label)
     after.plot([0.5], [1 - alpha], "o", ms=5, color=AFTER["color"])
     for axis in (before, after):
         _coverage(axis, alpha)
@@ -69,15 +61,14 @@ def sigmoid_cdf_figure(alpha: float = 0.1, temperatures: tuple[float, float] = (
     return figure
 
 
-def one_dimensional_figure(epsilon: float = 0.01, alpha: float = 0.1, sigma: float = 0.1) -> Any:
+def one_dimensional_figure() -> Any:
     """The 1-D example: smoothed scores, how far the set's edge moves when tau is inflated, and sizes over sigma."""
-    if not epsilon > 0:
-        raise InputError(f"expected epsilon > 0, got {epsilon}; without an attack no edge moves")
+    epsilon, alpha, sigma = 0.01, 0.1, 0.1
     figure, (scores, edges, sizes) = _panels(3)
     r, edge, x = epsilon / sigma, -alpha / 2, np.linspace(LOW, HIGH, 401)
     window = np.linspace(max(LOW, edge - 3 * epsilon), min(HIGH, edge + 7 * epsilon), 101)
     scores.axvspan(window[0], window[-1], color=INK, alpha=0.08, lw=0)
-    for row, (name, score, style) in enumerate((("HPS", HPS, BEFORE), ("PTT", hps_after_ptt(alpha), AFTER))):
+    for row, (name, score, style) in enumerate((("HPS", HPS, BEFORE), ("PTT", closed.hps_after_ptt(alpha), AFTER))):
         h, color = Smoothed(score, sigma), style["color"]
         tau = threshold(h, alpha)
         moved = (*h.crossings(tau + r, LOW, HIGH), HIGH)[0]
@@ -105,13 +96,13 @@ def one_dimensional_figure(epsilon: float = 0.01, alpha: float = 0.1, sigma: flo
 def _sizes(axis: Any, epsilon: float, alpha: float) -> None:
     """Average size over sigma, with what the paper prints on top of it."""
     sigmas = np.geomspace(0.005, 1, 31)
-    rows = one_dimensional(epsilon, alpha, [float(sigma) ** 2 for sigma in sigmas])
+    rows = closed.one_dimensional(epsilon, alpha, [float(sigma) ** 2 for sigma in sigmas])
     for name, style in (("HPS", BEFORE), ("PTT", AFTER)):
         axis.plot(sigmas, [row["size"] for row in rows if row["score"] == name], label=name, **style)
-    printed = [row for row in one_dimensional(epsilon, alpha) if row["paper"]]
-    points = [(math.sqrt(row["variance"]), float(row["paper"]["size"])) for row in printed]
-    if points:
-        axis.plot(*zip(*points, strict=True), "s", ms=6, mfc="none", color=INK, label="as printed")
+    points = [
+        (math.sqrt(row["variance"]), float(row["paper"]["size"])) for row in closed.one_dimensional(epsilon, alpha)
+    ]
+    axis.plot(*zip(*points, strict=True), "s", ms=6, mfc="none", color=INK, label="as printed")
     axis.axhline(1 - alpha, **GUIDE)
     axis.text(sigmas[0], 0.99 * (1 - alpha), "before inflation", va="top", fontsize=8)
     axis.set(xlabel="σ (units of x)", ylabel="average size (labels)", title="size of the robust set", xscale="log")
@@ -126,8 +117,3 @@ def _panels(count: int, **options: Any) -> tuple[Any, Any]:
 
 def _coverage(axis: Any, alpha: float) -> None:
     axis.axhline(1 - alpha, label=f"1 − α = {1 - alpha:g}", **GUIDE)
-
-
-def _ratio(value: float) -> str:
-    """1/400 rather than 0.0025, where that is what it is."""
-    return f"1/{round(1 / value)}" if math.isclose(1 / value, round(1 / value)) else f"{value:g}"

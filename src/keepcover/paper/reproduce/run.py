@@ -1,31 +1,61 @@
-"""From names to files: compute, write rows and manifest, then tables and pictures where the extras are at hand."""
+"""From names to files: group cells by what they need, evaluate each group once, write rows and manifest, then pages."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from keepcover.errors import InputError
+from keepcover.evaluation import Entry, Row, evaluate_entries
 from keepcover.evaluation.manifest import manifest, write_results
 from keepcover.files import check_folder, write_file
 from keepcover.paper.reproduce import show
-from keepcover.paper.reproduce.cells import Table
-from keepcover.paper.reproduce.figures import DRAWS, FROM_TABLES, Figure, figures
+from keepcover.paper.reproduce.figures import DRAWINGS, DRAWS, FIGURES
 from keepcover.paper.reproduce.material import Material
-from keepcover.paper.reproduce.paper import tables
-from keepcover.paper.reproduce.runner import Computed, Say, capped, compute, rows_of
+from keepcover.paper.reproduce.tables import TABLES, Cell, Origin
+from keepcover.tasks import Task
+
+BASE_DRAWS = 256  # what the paper uses, and what rules are tuned on unless a cell asks for more
+
+Computed = dict[tuple[Origin, Entry, bool], Row]
+Say = Callable[[str], None]
 
 
-def catalogue() -> dict[str, Table | Figure]:
+@dataclass(frozen=True)
+class Item:
+    """A table or figure of the paper: a table has cells, a figure a function in :data:`FIGURES`."""
+
+    name: str
+    title: str
+    where: str
+    note: str = ""
+    needs: Sequence[str] = ()
+    cells: Sequence[Cell] = ()
+
+    @property
+    def datasets(self) -> set[str]:
+        return {*self.needs, *(cell.origin.dataset for cell in self.cells)}
+
+
+@cache
+def catalogue() -> dict[str, Item]:
     """Everything that can be reproduced, by name."""
-    return {**tables(), **figures()}
+    known = {}
+    for name, about in tomllib.loads((Path(__file__).parent / "printed.toml").read_text()).items():
+        paper = about.pop("printed", {})
+        own = TABLES[name]() if name in TABLES else ()
+        cells = [replace(cell, paper=paper.get(cell.row, {}).get(cell.column, {})) for cell in own]
+        known[name] = Item(name, **about, cells=cells)
+    return known
 
 
-def chosen(names: Sequence[str]) -> dict[str, Table | Figure]:
+def chosen(names: Sequence[str]) -> dict[str, Item]:
     """What was asked for; ``all`` is everything."""
     known = catalogue()
     if not names:
@@ -34,6 +64,97 @@ def chosen(names: Sequence[str]) -> dict[str, Table | Figure]:
     if unknown:
         raise InputError(f"nothing is called {unknown[0]!r}; there are {', '.join(known)} and all")
     return known if "all" in names else {name: known[name] for name in names}
+
+
+def capped(cells: Sequence[Cell], most: int | None) -> list[Cell]:
+    """The cells with at most so many draws, and their rows named accordingly.
+
+    Those whose place names its draws, and those that mean nothing with so few, are left out.
+    """
+    if most is None:
+        return list(cells)
+    fewer = []
+    for cell in cells:
+        asked = cell.entry
+        draws = min(asked.draws or most, most)
+        named = "draws" in cell.row + cell.column or cell.column.startswith("N =")
+        if draws < asked.method.least_draws or (named and (asked.draws or 0) > most):
+            continue
+        row = cell.row if draws == asked.draws else f"{cell.row}, {draws} draw{'s' if draws > 1 else ''}"
+        calibration = asked.calibration_draws and min(asked.calibration_draws, most)
+        fewer.append(replace(cell, row=row, entry=replace(asked, draws=draws, calibration_draws=calibration)))
+    return fewer
+
+
+def available(cell: Cell, most: int | None) -> int:
+    """Draws of the outputs that a cell is evaluated on; without noise all draws are one."""
+    base = min(BASE_DRAWS, most or BASE_DRAWS)
+    return max(base, cell.entry.draws or base) if cell.origin.sigma else 1
+
+
+def compute(
+    cells: Sequence[Cell],
+    material: Material,
+    known: Computed,
+    *,
+    splits: int = 50,
+    most: int | None = None,
+    say: Say = print,
+) -> None:
+    """Add to ``known`` the rows of every cell that lacks one."""
+    new = [cell for cell in cells if (cell.origin, cell.entry, cell.attacked) not in known]
+    longest = {
+        origin: max(available(cell, most) for cell in new if cell.origin == origin)
+        for origin in {cell.origin for cell in new}
+    }
+    groups: dict[tuple[Origin, int, Task | None], list[Cell]] = {}
+    for cell in new:
+        # A rule tuned on the holdout sees the draws it is tuned on; the others look at the first of however many there are.
+        draws = available(cell, most) if cell.entry.method.uses_holdout else longest[cell.origin]
+        # One pass of ImageNet's network serves all scores; in memory, the scores of one are dropped before the next.
+        task = None if cell.origin.dataset == "imagenet" else cell.entry.task
+        groups.setdefault((cell.origin, draws, task), []).append(cell)
+
+    def order(group: tuple[Origin, int, Task | None]) -> tuple[Any, ...]:
+        """Origin by origin and the most draws first, so that features are loaded once."""
+        origin, draws, _ = group
+        return origin.dataset, origin.sigma, -draws, origin.head, origin.epsilon
+
+    for origin, draws, task in sorted(groups, key=order):
+        mine = groups[origin, draws, task]
+        say(f"  {origin.weights} {origin.head}, {draws} draws: {len(mine)} cells")
+        radii = sorted({cell.entry.epsilon for cell in mine if cell.attacked})
+        if len(radii) > 1:
+            raise InputError(f"a network is attacked at one radius per table, got {radii}")
+        entries = list(dict.fromkeys(cell.entry for cell in mine))
+        found = evaluate_entries(
+            material.noisy(origin, draws),
+            entries,
+            splits=splits,
+            holdout=material.holdout,
+            seed=material.seed,
+            attacked=material.attacked(origin, radii[0], draws) if radii else None,
+        )
+        for one, rows in zip(entries, found, strict=True):
+            for row, hit in zip(rows, (False, True), strict=False):
+                known[origin, one, hit] = row
+
+
+def rows_of(cells: Sequence[Cell], known: Computed) -> list[dict[str, Any]]:
+    """The cells with their numbers, as plain values."""
+    return [
+        {
+            "row": cell.row,
+            "column": cell.column,
+            "head": cell.origin.head,
+            "dataset": cell.origin.dataset,
+            "weights": cell.origin.weights,
+            **known[cell.origin, cell.entry, cell.attacked].to_dict(),
+            **({} if cell.entry.method.transform is None else {"T": cell.entry.method.transform.T}),
+            "paper": {key: cell.paper.get(key) for key in ("size", "size_std", "coverage", "coverage_std")},
+        }
+        for cell in cells
+    ]
 
 
 @dataclass
@@ -84,20 +205,21 @@ class Run:
                 self.say(f"  passed over: {error}")
                 continue
             about = manifest(command, self.config(), time.monotonic() - start) | {"inputs": dict(self.material.used)}
-            write_results(path, rows, {**about, "title": item.title, "where": item.where, "note": item.note})
+            about |= {"title": item.title, "where": item.where, "note": item.note}
+            write_results(path, rows, about)
             files.append(path)
         if skipped:
             self.say(f"passed over: {', '.join(skipped)}")
         return files
 
-    def _rows(self, item: Table | Figure, known: Computed) -> list[dict[str, Any]]:
-        if isinstance(item, Figure):
-            return item.compute(self.material, min(DRAWS, self.draws or DRAWS))
+    def _rows(self, item: Item, known: Computed) -> list[dict[str, Any]]:
+        if item.name in FIGURES:
+            return FIGURES[item.name](self.material, min(DRAWS, self.draws or DRAWS))
         cells = capped(item.cells, self.draws)
         if not cells:
             raise InputError(f"{item.name} is about more than {self.draws} draws; ask for more with --draws")
         compute(cells, self.material, known, splits=self.splits, most=self.draws, say=self.say)
-        return rows_of(cells, item, known)
+        return [{"table": item.name, **row} for row in rows_of(cells, known)]
 
     def _done(self, path: Path) -> bool:
         """Whether the file holds a run with these settings, on these data and weights."""
@@ -109,18 +231,10 @@ class Run:
             return False
 
 
-def draw(name: str, rows: Sequence[dict[str, Any]]) -> Any | None:
-    """The matplotlib figure of a result, where it has one."""
-    drawings = {**FROM_TABLES, **{figure.name: figure.draw for figure in figures().values()}}
-    return drawings[name](rows) if name in drawings else None
-
-
 def write_page(path: Path) -> list[Path]:
     """Markdown, HTML and pictures beside a result's JSON file."""
     from keepcover.pages import plots
-    from keepcover.pages.report import Cell, Page, Section, origin_section
-    from keepcover.pages.report import Figure as Picture
-    from keepcover.pages.report import Table as Grid
+    from keepcover.pages.report import Figure, Page, Section, Table
 
     content = json.loads(path.read_text())
     rows, about, name = content["rows"], content["manifest"], path.stem
@@ -133,23 +247,20 @@ def write_page(path: Path) -> list[Path]:
         lines += ["Improvement over the baseline:", "", *(f"- {line}" for line in better), ""] if better else []
         written.append(path.with_suffix(".md"))
         write_file(written[-1], "\n".join(lines).encode())
-        table = Grid(head, [[Cell(entry) for entry in line] for line in body])
-    figure = draw(name, rows)
-    if figure is not None:
-        pictures.append(Picture(name, figure, about["title"]))
-        written += plots.write_files(figure, path.parent, name)
+        table = Table(head, body)
+    if name in DRAWINGS:
+        pictures.append(Figure(name, DRAWINGS[name](rows), about["title"]))
+        written += plots.write_files(pictures[0].drawing, path.parent, name)
     section = Section("Beside the paper", f"The paper: {about['where']}.", table, pictures, note=about.get("note", ""))
     origin = {
         "rows": path.name,
         "command": about["command"],
         "configuration": _words(about["config"]),
         "computed with": _words(about["versions"]),
-        "source": about.get("source"),
-        "commit": about["commit"],
+        **{key: about[key] for key in ("source", "commit") if about.get(key)},
         "computed on": about["date"],
     }
-    known = {key: value for key, value in origin.items() if value is not None}
-    page = Page(about["title"], facts(about), sections=[section, origin_section(known)])
+    page = Page(about["title"], facts(about), sections=[section]).closed(origin)
     written.append(page.write(path.with_suffix(".html")))
     return written
 
