@@ -13,10 +13,9 @@ import jaxtyping
 import pytest
 import torch
 
-jaxtyping.install_import_hook("keepcover", "beartype.beartype")
+import tests.typed  # noqa: F401  # before the hook, which takes it by name
 
-# Tensors in tests are small and pytest runs on every core: one thread each, or they wait for one another.
-torch.set_num_threads(1)
+jaxtyping.install_import_hook("keepcover", "tests.typed.checked")
 
 # Real weights, noisy logits and data for development: beside the checkout, or wherever KEEPCOVER_ASSETS points.
 ASSETS = Path(os.environ.get("KEEPCOVER_ASSETS", Path(__file__).resolve().parents[2] / "shared"))
@@ -43,8 +42,12 @@ def untyped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _alike() -> None:
+    """Every test begins with one seed and one thread, whatever the last one left: tensors in tests are small and pytest runs on
+    every core, so threads would wait for one another. A service that was built here left two, and training took 50 times as long.
+    """
     torch.manual_seed(0)
+    torch.set_num_threads(1)
 
 
 # What a page did while a test drove it: both must stay empty.

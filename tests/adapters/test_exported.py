@@ -179,7 +179,7 @@ def test_other_inputs_are_refused(tmp_path: Path) -> None:
     for inputs in ((torch.rand(2, 4), torch.rand(2, 4)), (torch.rand(2, 4).double(),), (torch.zeros(2, 4).long(),)):
         module = Sum() if len(inputs) == 2 else nn.Flatten()
         torch.export.save(torch.export.export(module, inputs), tmp_path / "m.pt2")
-        with pytest.raises(InputError, match=r"one float32 input \[n, \.\.\.\], the images; the program takes "):
+        with pytest.raises(InputError, match=r"one float32 input \[n, \.\.\.\], the images; it takes "):
             ExportedClassifier(tmp_path / "m.pt2")
     model = ExportedClassifier(export(nearest(), tmp_path / "m.pt2"))
     for shape in ((2, 1, 5, 4), (2, 4, 4), (2, 16)):

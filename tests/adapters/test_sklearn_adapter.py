@@ -601,3 +601,8 @@ def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.frozen", None)  # as it is before scikit-learn 1.6
     with pytest.raises(InputError, match=r"pip install '.\[sklearn\]'"):
         importlib.import_module("keepcover.adapters.sklearn")
+
+
+def test_all_but_the_estimator_go_by_name() -> None:
+    with pytest.raises(TypeError, match="positional argument"):
+        RobustSetClassifier(None, "aps")  # type: ignore[misc]

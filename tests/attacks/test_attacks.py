@@ -391,7 +391,7 @@ def test_a_search_by_queries_stays_in_the_ball_and_never_loses(
     noisy = NoisyModel(box, sigma, 3, ATTACK)
     found = random_search(noisy, x, y, epsilon, steps=steps, clip=clip)
     assert not found.requires_grad
-    assert box.rows == 7 * noisy.rows * (steps + 1)  # one query per image, draw and step, and one for the start
+    assert box.rows == 7 * noisy.rows(x) * (steps + 1)  # one query per image, draw and step, and one for the start
     assert float((found.double() - x.double()).norm(dim=1).max()) <= epsilon
     if clip is not None:
         assert 0 <= float(found.min()) <= float(found.max()) <= 1

@@ -52,6 +52,11 @@ def report(predictors: dict[str, Predictor]) -> Audit:
     return audit(predictors, TEST, **TINY)
 
 
+def seen(covered: int, m: int) -> tuple[Tensor, Tensor]:
+    """So many of m queries covered, all of one class."""
+    return torch.arange(m) < covered, torch.zeros(m, dtype=torch.int64)
+
+
 # -- the law -----------------------------------------------------------------------------------------------------------
 
 
@@ -62,7 +67,7 @@ def test_the_p_value_is_the_beta_binomial_law(m: int, covered: int, alpha: float
     covered = min(covered, m)
     predictor = calibrate(nearest(), CAL, method="cp", alpha=alpha, epsilon=0.01, sigma=SIGMA, seed=1)
     rank = 301 - math.floor(301 * round(100 * alpha) / 100 + 1e-9)
-    promised, p_value, verdict = judge(predictor, covered, m, 0.0)
+    promised, p_value, verdict = judge(predictor, *seen(covered, m), 0.0)
     expected = stats.betabinom.cdf(covered, m, rank, 301 - rank)
     assert p_value == pytest.approx(expected, rel=1e-7, abs=1e-14)
     assert promised
@@ -73,7 +78,7 @@ def test_the_p_value_is_the_beta_binomial_law(m: int, covered: int, alpha: float
 def test_the_p_value_of_a_certificate_is_its_own_law(covered: int, predictors: dict[str, Predictor]) -> None:
     """RCP1: the clean miss rate is Beta(n + 1 - k, k), the attacked one its shift, at worst; integrated numerically. The
     rule may err on the safe side, that of too large a p-value, by what its grid costs: a tenth at most."""
-    _, p_value, _ = judge(predictors["rcp1"], covered, 150, EPSILON)
+    _, p_value, _ = judge(predictors["rcp1"], *seen(covered, 150), EPSILON)
     rank = 301 - math.floor(301 * stats.norm.cdf(stats.norm.ppf(0.1) - EPSILON / SIGMA))
     missed = stats.beta(301 - rank, rank).ppf((np.arange(20_000) + 0.5) / 20_000)
     attacked = stats.norm.cdf(stats.norm.ppf(missed) + EPSILON / SIGMA)
@@ -97,7 +102,7 @@ def test_the_p_value_of_a_certificate_is_its_own_law(covered: int, predictors: d
 def test_what_is_promised_where(name: str, radius: float, promised: bool, predictors: dict[str, Predictor]) -> None:
     """Certified methods within epsilon, the others on clean data only; the verdict follows from that and the p-value."""
     for covered in (150, 135, 40):
-        said, p_value, verdict = judge(predictors[name], covered, 150, radius)
+        said, p_value, verdict = judge(predictors[name], *seen(covered, 150), radius)
         low = p_value < VIOLATION
         assert said == promised
         words = ("violated" if low else "consistent") if promised else ("no promise, lost" if low else "no promise")
@@ -252,12 +257,12 @@ def test_a_rule_that_was_changed_is_found_without_a_single_miss(change: str, mod
         threshold = rule.threshold(honestly.items) if "threshold" in change else threshold
     else:
         rule = replace(rule, kappa=rule.parameters()["kappa"] - 1)
-    changed = replace(honest, rule=rule, threshold=torch.tensor(threshold, dtype=torch.float64))
+    changed = replace(honest, rule=rule, threshold=torch.as_tensor(threshold, dtype=torch.float64))
     mutant = replace(honestly, levels={level: changed})
     for radius in (0.0, EPSILON):
-        assert judge(honestly, 150, 150, radius)[1:] == (1.0, "consistent")
-        assert judge(mutant, 150, 150, radius)[1:] == (0.0, "violated")
-    assert judge(mutant, 150, 150, 2 * EPSILON)[2] == "no promise"
+        assert judge(honestly, *seen(150, 150), radius)[1:] == (1.0, "consistent")
+        assert judge(mutant, *seen(150, 150), radius)[1:] == (0.0, "violated")
+    assert judge(mutant, *seen(150, 150), 2 * EPSILON)[2] == "no promise"
 
 
 def test_one_predictor_of_several_levels_is_audited_at_its_first(model: nn.Module) -> None:
@@ -288,7 +293,7 @@ def test_a_p_value_that_is_no_number_is_an_error(
 ) -> None:
     monkeypatch.setattr(HullRule, "p_value", lambda *_: math.nan)
     with pytest.raises(RuntimeError, match="the law of exact gave the p-value nan"):
-        judge(predictors["exact"], 100, 150, EPSILON)
+        judge(predictors["exact"], *seen(100, 150), EPSILON)
 
 
 # -- attacks of one's own ----------------------------------------------------------------------------------------------
@@ -316,6 +321,21 @@ def test_an_attack_of_your_own(predictors: dict[str, Predictor], model: nn.Modul
     clean = found.sets["exact", "none", 0.0].mask
     assert torch.equal(found.sets["exact", "nothing", 0.1].mask, clean)
     assert found.broken == ()
+
+
+def test_one_step_of_8_bits_is_within_one_step_of_8_bits(model: nn.Module) -> None:
+    """Rounded to float32, two neighbouring pixels are up to 8e-6 of 1/255 farther apart; a further thousandth is refused."""
+    pixels = (TEST[0] * 254).round() / 255
+    predictor = calibrate(model, CAL, epsilon=1 / 255, norm="linf", sigma=SIGMA, method="rcp1", seed=1)
+
+    def step(images: Tensor, labels: Tensor, epsilon: float) -> Tensor:
+        return ((images * 255).round() + 1) / 255
+
+    assert float((step(pixels, TEST[1], 0.0).double() - pixels.double()).abs().max()) > (1 + 1e-6) / 255
+    found = audit(predictor, (pixels, TEST[1]), attacks={"step": step}, **TINY)
+    assert found.rows[-1].promised
+    with pytest.raises(InputError, match="moved an image by Linf"):
+        audit(predictor, (pixels, TEST[1]), attacks={"more": lambda x, y, e: x + 1.001 * e}, **TINY)
 
 
 @pytest.mark.parametrize(

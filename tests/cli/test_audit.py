@@ -52,7 +52,7 @@ def test_audit_attacks_side_by_side(toy_file: Path, tmp_path: Path, capsys: pyte
     out = tmp_path / "report"
     arguments = ["audit", "--data", toy_file, *TINY, "--method", "cp", "rcp1", "exact", "--out", out]
     found = as_json(capsys, *arguments)
-    assert set(found) == {"rows", "images", "violated", "report"}
+    assert set(found) == {"rows", "images", "violated", "predictors", "report"}
     assert (found["images"], found["violated"], found["report"]) == (40, 0, str(out / "audit.html"))
     names = {"cp (1)": False, "rcp1 (1)": True, "exact (4)": True}
     assert [(row["name"], row["attack"]) for row in found["rows"]] == [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
+import keepcover
 from keepcover import cli
+from keepcover.cli.options import Question
 from tests.cli.runner import refused, run
 
 COMMANDS = {" ".join(path): command for path, command in cli.every_command()}
@@ -60,3 +63,15 @@ def test_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepcover.evaluation.plan.make_plan", broken)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         cli.main(PLAN)
+
+
+def test_what_is_asked_of_a_method_is_asked_alike_by_every_command() -> None:
+    """A field of the shared question is an option of all four commands."""
+    shared = {field.name for field in fields(Question)}
+    assert {"sigma", "noise", "norm"} <= shared
+    for command in ("calibrate", "evaluate", "plan", "audit"):
+        assert shared <= {option.name for option in COMMANDS[command].params}
+
+
+def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, f"keepcover {keepcover.__version__}\n", "")

@@ -20,7 +20,7 @@ SHORT = (Entry("vanilla CP", SplitCP(), 1, sigma=0.0), Entry("RCP1", RCP1(), 1),
 def test_the_demo_ends_with_a_table_a_page_a_file_and_a_predictor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "run_demo", partial(demo.run_demo, entries=SHORT, attacked=20, epochs=15))
+    monkeypatch.setattr(demo, "run_demo", partial(demo.run_demo, entries=SHORT, attacked=8, epochs=3))
     out = tmp_path / "demo"
     code, text, _ = run(capsys, "demo", "--out", out, "--seed", "1")
     assert code == 0

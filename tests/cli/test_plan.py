@@ -19,7 +19,7 @@ def test_plan_as_json_is_make_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["noise"] == {"name": "gaussian", "sigma": 0.2}
     expected = make_plan(0.1, 0.1, 0.2, 4, calibration_draws=8)
     assert found["plans"] == [plan.to_dict() for plan in expected]
-    keys = {"method", "draws", "calibration_draws", "c", "kappa", "level", "estimated_size", "rule"}
+    keys = {"method", "draws", "calibration_draws", "c", "kappa", "level", "estimated_size", "rule", "least"}
     assert all(set(plan) == keys for plan in found["plans"])
     assert [plan["method"] for plan in found["plans"]] == [
         "exact",
@@ -28,6 +28,17 @@ def test_plan_as_json_is_make_plan(capsys: pytest.CaptureFixture[str]) -> None:
         "rcp1",
         "rscp_plus_hoeffding",
     ]
+
+
+def test_numbers_may_be_fractions(capsys: pytest.CaptureFixture[str]) -> None:
+    """1/255 in every pixel is how people say it."""
+    written = ["--epsilon", "1/255", "--norm", "linf", "--shape", "3x32x32", "--alpha", "1/10"]
+    found = as_json(capsys, *PLAN, *written)
+    assert (found["epsilon"], found["alpha"]) == (1 / 255, 0.1)
+    for bad in ("1/0", "one", "1/2/3", "/"):
+        code, _, error = run(capsys, *PLAN, "--epsilon", bad)
+        assert code == 2
+        assert f"expected a number such as 0.25 or 1/255, got '{bad}'" in " ".join(error.replace("│", " ").split())
 
 
 def test_plan_as_text_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:

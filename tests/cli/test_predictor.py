@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -38,6 +39,7 @@ from keepcover.tasks import Classification, PredictionSets
 from keepcover.training import fit_under_noise
 from tests.cli.runner import as_json, refused, run
 from tests.pages.reader import offline, parsed
+from tests.prediction.saved import rewrite
 from tests.toys import SHAPE, nearest, toy
 
 DATA, NEW = toy(400, seed=1), toy(60, seed=2)
@@ -151,7 +153,7 @@ def test_every_kind_of_model_from_calibration_to_audit(
     }[kind]
     path = tmp_path / "p.safetensors"
     made = as_json(capsys, "calibrate", *model, "--data", place / "data.npz", "--part", "1/2", *LEVEL, "--out", path)
-    assert set(made) == {"predictor", "classes", "model_fingerprint", "holdout_size", "levels", "seconds"}
+    assert set(made) == {"predictor", "classes", "model_fingerprint", "holdout_size", "levels", "warning", "seconds"}
     assert (made["classes"], made["holdout_size"], made["predictor"]) == (4, 20, str(path))
     assert len(made["model_fingerprint"]) == 64
     (level,) = made["levels"]
@@ -296,7 +298,7 @@ def test_calibrate_as_text_says_the_promise_the_size_and_what_next(
     assert (code, err) == (0, "")
     predictor = load(path, load_model("small-cnn", place / "cnn.safetensors", 4))
     assert str(predictor.guarantee) in out
-    assert "of 4 labels, on 200 of these inputs" in out
+    assert "of 4 labels" in out
     for command in ("predict", "report", "audit --predictor"):
         assert f"keepcover {command} {path} --model small-cnn --weights {place / 'cnn.safetensors'} --data" in out
     assert predictor.provenance["model"] == "small-cnn"
@@ -336,10 +338,46 @@ def test_class_names_from_a_list_a_file_or_the_data(
     assert "4 class names" in refused(capsys, *base, "--class-names", "a,b")
 
 
+def test_sigma_auto_is_chosen_on_the_holdout(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, ask = tmp_path / "p.safetensors", ["--sigma", "auto", "--epsilon", "0.1", "--method", "rcp1", "--seed", "1"]
+    made = as_json(capsys, "calibrate", *OWN, "--data", place / "data.npz", *ask, "--batch-size", "64", "--out", path)
+    predictor = load(path, nearest())
+    assert str(predictor.noise) in made["levels"][0]["guarantee"]
+    assert f"The holdout alone chose {predictor.noise}, among " in run(capsys, "show", path)[1]
+    assert "--sigma auto is for calibrate" in refused(capsys, "plan", "--epsilon", "0.1", "--sigma", "auto")
+    assert "expected a finite sigma" in refused(capsys, "plan", "--epsilon", "0.1", "--sigma", "-1")
+
+
+def test_one_sentence_says_everywhere_that_sets_are_of_little_use(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.safetensors"
+    level = ["--sigma", "1.5", "--epsilon", "0.1", "--draws", "4", "--seed", "1"]
+    with pytest.warns(KeepcoverWarning) as caught:
+        made = as_json(capsys, "calibrate", *OWN, "--data", place / "data.npz", *level, "--out", path)
+    sentence = made["warning"]
+    assert str(caught[0].message) == sentence
+    assert re.fullmatch(
+        r"the model is right on only [3-5]\d.\d% of noisy draws under Gaussian noise sigma 1.5, on 9\d.\d% without noise, and sets "
+        r"hold about \d.\d of 4 labels; put a denoiser .*",
+        sentence,
+    )
+    predictor = load(path, nearest())
+    assert predictor.warning == sentence
+    assert f"Warning: {sentence}" in run(capsys, "show", path)[1].replace("\n", " ")
+    sets = predictor.predict_all(NEW[0])
+    assert sentence in " ".join(parsed(predictor_page(predictor, sets, *NEW, "new").html()).text)
+    served = pytest.importorskip("keepcover.serve.app", reason="the service needs pip install '.[serve]'")
+    assert served.create_app(predictor).state.service.describe()["warning"] == sentence
+    rewrite(path, lambda manifest: manifest["accuracy"].update(noisy="most"))
+    with pytest.raises(InputError, match="the manifest of"):
+        load(path, nearest())
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        (["--model", "small-cnn"], "small-cnn needs --weights FILE"),
+        (["--model", "small-cnn"], "small-cnn needs trained weights: --weights FILE"),
         (["--model", "magic"], "a Hugging Face folder or package.module:function, got 'magic'"),
         (["--model", "model.h5"], "got 'model.h5'"),
         (["--model", "model.pth"], "weights alone are no model"),
@@ -349,7 +387,7 @@ def test_class_names_from_a_list_a_file_or_the_data(
         (["--model", "nothing.onnx"], "no ONNX model at nothing.onnx"),
         (["--model", "nothing.pt2"], "no program at nothing.pt2"),
         (["--model", "own:missing"], "cannot find 'own:missing'"),
-        (["--model", "own:not_a_model"], "it returned int, which has no predict_proba either"),
+        (["--model", "own:not_a_model"], "or with predict_proba, not int"),
         (["--weights", "x.safetensors"], "weights are for built-in models"),
         (["--model", "small-cnn", "--weights", "nothing.safetensors"], "no weights at"),
         (["--model-output", "probabilities"], "probabilities are for ONNX files"),
@@ -509,7 +547,7 @@ def test_a_file_of_another_ending_is_refused_before_any_work(
 ) -> None:
     arguments = ["predict", saved, *OWN, "--data", place / "new.npz", "--out", tmp_path / "sets.xlsx"]
     line = refused(capsys, *arguments)
-    assert "expected a file that ends in .jsonl or .csv" in line
+    assert "expected a file that ends in .jsonl, .csv or .npz" in line
     assert not (tmp_path / "sets.xlsx").exists()
     code, _, _ = run(capsys, *arguments, "--format", "csv")
     assert code == 0
@@ -563,8 +601,6 @@ def test_names_with_commas_quotes_and_letters_survive() -> None:
     assert read_rows(write_rows(rows_of(mask, None, [0, 1, 2]), "jsonl"), "jsonl")[1]["labels"] == [2]
     with pytest.raises(InputError, match="joins labels by semicolons, and the class 'a;b' holds one"):
         write_rows(rows_of(mask, ("a;b", "c", "d", "e"), [0, 1, 2]), "csv")
-    with pytest.raises(InputError, match="jsonl or csv, got 'xml'"):
-        write_rows([], "xml")
 
 
 def test_a_failed_prediction_leaves_the_old_file(
@@ -635,7 +671,7 @@ def test_show_as_json_is_the_manifest(saved: Path, capsys: pytest.CaptureFixture
     found = as_json(capsys, "show", saved)
     manifest, _ = read(saved)
     assert found == {"file": str(saved), "sha256": fingerprint(saved), **manifest}
-    assert set(found["provenance"]) == {"created", "keepcover", "torch", "model", "data"}
+    assert {"created", "keepcover", "torch", "model", "data", "data_sha256"} < set(found["history"][0])
 
 
 def test_show_refuses_what_was_altered(saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -247,13 +247,16 @@ def test_a_beginning_of_another_file_is_noticed_and_replaced(server: Server, tmp
 
 
 @pytest.mark.parametrize("have", [0, 300_000])
-def test_a_file_that_does_not_end_is_cut_off(server: Server, have: int, tmp_path: Path) -> None:
+def test_no_more_is_taken_than_the_official_file_has(server: Server, have: int, tmp_path: Path) -> None:
+    """The checksum says whether what came first is it."""
     server.files[NAME] = CONTENT + bytes(5_000_000)
     if have:
         (tmp_path / f"{NAME}.part").write_bytes(CONTENT[:have])
-    with pytest.raises(InputError, match="sends more than 700001 bytes: it is another file"):
-        download("cifar10", tmp_path, progress=False)
-    assert list(tmp_path.iterdir()) == []
+    assert download("cifar10", tmp_path, progress=False)[0].read_bytes() == CONTENT
+    server.files[NAME] = bytes(5_000_000)
+    with pytest.raises(InputError, match="gave a file with the MD5 sum"):
+        download("cifar10", tmp_path / "other", progress=False)
+    assert list((tmp_path / "other").iterdir()) == []
 
 
 def test_a_part_that_is_too_long_is_dropped(server: Server, tmp_path: Path) -> None:

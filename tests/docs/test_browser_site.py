@@ -163,7 +163,7 @@ def test_pages_fit_and_stay_at_home(site: Path, watched: Any, width: int) -> Non
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_everybody_can_read_them(address: str, watched: Any, scheme: str) -> None:
+def test_the_pages_are_accessible(address: str, watched: Any, scheme: str) -> None:
     """No serious finding of axe, which reads style sheets and so needs a server."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     watched.page.emulate_media(color_scheme=scheme)

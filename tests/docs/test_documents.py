@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import importlib.util
+import json
 import pkgutil
 import re
 import runpy
@@ -31,8 +33,10 @@ from . import documents
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+TUNING = "fine_tune_your_network.py"
 EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("*.py"))
-NEEDS = {"hugging_face_model.py": "transformers", "docs/hugging-face.md": "transformers"}
+NEEDS = {"hugging_face_model.py": "transformers", "docs/hugging-face.md": "transformers", "docs/mlflow.md": "mlflow"}
+BRINGS = {"transformers": "make hugging-face-test", "mlflow": "make mlflow-test"}
 
 
 def text_of(page: str) -> str:
@@ -42,7 +46,7 @@ def text_of(page: str) -> str:
 def skip_without(what: str) -> None:
     package = NEEDS.get(what)
     if package and importlib.util.find_spec(package) is None:
-        pytest.skip(f"needs {package} (160 MB): make hugging-face-test installs it")
+        pytest.skip(f"needs {package}: {BRINGS[package]} installs it")
 
 
 # -- what runs ---------------------------------------------------------------------------------------------------------
@@ -57,11 +61,17 @@ def reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     pages register is forgotten."""
 
     def fit_once(
-        model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, sigma: float, **options: Any
+        model: torch.nn.Module,
+        images: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        *,
+        sigma: float | None = None,
+        noise: Any = None,
+        **options: Any,
     ) -> Any:
-        key = (repr(model), tuple(images.shape), sigma)
+        key = (repr(model), tuple(images.shape), labels is None, sigma, noise)
         if key not in TRAINED:
-            fit_under_noise(model, images, labels, sigma, **options)
+            fit_under_noise(model, images, labels, sigma=sigma, noise=noise, **options)
             TRAINED[key] = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict(TRAINED[key])
         return model.eval()
@@ -100,13 +110,40 @@ def test_every_session_of_a_page_prints_what_it_shows(page: str) -> None:
     assert outcome.failed == 0
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", [name for name in EXAMPLES if name != TUNING])
 @pytest.mark.usefixtures("reader")
 def test_every_example_runs(example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     skip_without(example)
     monkeypatch.setattr(sys, "argv", [example])
     runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
     assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.usefixtures("reader")
+def test_the_tutorial_runs_and_shows_what_it_ends_with(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells in order, in one process: the value of a cell's last line is shown as a notebook would."""
+    cells = json.loads(text_of("examples/tutorial.ipynb"))["cells"]
+    names, shown = {"__name__": "__main__"}, []
+    for code in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
+        *first, last = ast.parse(code).body
+        value = isinstance(last, ast.Expr) and not ast.unparse(last).startswith("print")
+        exec(compile(ast.Module(first if value else [*first, last], []), "tutorial", "exec"), names)
+        if value:
+            shown.append(eval(ast.unparse(last), names)._repr_html_())
+    assert len(shown) == 3
+    assert all("90 %" in page for page in shown)
+    assert "mean size" in capsys.readouterr().out
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)  # none to go stale
+
+
+@pytest.mark.usefixtures("reader")
+def test_the_fine_tuning_example_warns_about_the_ordinary_network_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(keepcover.KeepcoverWarning) as caught:
+        made = runpy.run_path(str(ROOT / "examples" / TUNING), run_name="__main__")
+    assert "fine-tuned" in capsys.readouterr().out
+    assert len(caught) == 1
+    assert re.match(r"the model is right on only \d\d.\d% of noisy draws.*on 9\d.\d% without", str(caught[0].message))
+    assert made["predictor"].warning is None
 
 
 def test_generated_parts_are_current() -> None:
@@ -237,7 +274,7 @@ def test_fences_are_read_as_they_are_meant() -> None:
         ("train", "no command keepcover train"),
         ("plan --epsilom 0.1 --sigma 0.2", "--epsilom"),
         ("plan --sigma 0.1", "Missing option '--epsilon'"),
-        ("plan --epsilon tiny --sigma 0.2", "valid number"),
+        ("plan --epsilon tiny --sigma 0.2", "expected a number such as"),
         ("plan --epsilon", "requires an argument"),
         ("evaluate a.npz --epsilon 0.1 --score hsp", "hsp"),
         ("evaluate a.npz b.npz --epsilon 0.1", "b.npz"),

@@ -230,7 +230,7 @@ def test_rounding_of_another_machine_is_tolerated(saved: Path) -> None:
     spread = logits.max() - logits.min()
     for share, fits in ((1e-3, True), (0.1, False)):
         moved = logits + share * spread * torch.tensor([1.0, -1.0, 1.0, -1.0])
-        known = Identity(identity.fingerprint, identity.structure, identity.shape, identity.low, identity.high, moved)
+        known = Identity(identity.fingerprint, identity.structure, identity.inputs, moved)
         if fits:
             known.refuse_other(smoother)
         else:
@@ -246,7 +246,7 @@ def test_tables_may_differ_in_their_last_bits() -> None:
     )
     inputs = InputRange.of(CAL[0])
     assert inputs.shape is not None
-    known = Identity.of(Smoother(one, 0.1), inputs.shape, inputs.low, inputs.high)
+    known = Identity.of(Smoother(one, 0.1), probes(inputs.shape, inputs.low, inputs.high))
     known.refuse_other(Smoother(two, 0.1))
     with pytest.raises(InputError, match="attribute 'table'"):
         known.refuse_other(Smoother(changed(lambda m: setattr(m, "table", table.flip(0))), 0.1))

@@ -178,7 +178,8 @@ def test_bad_ids_are_refused(ids: list[Any], match: str) -> None:
 
 def test_images_that_carry_no_guarantee_are_refused() -> None:
     refused(r"float images in \[0, 1\], got torch.uint8; convert with images.float\(\) / 255", (IMAGES * 255).byte())
-    refused("got torch.int64; convert", LABELS[:, None])
+    refused("got torch.int64; convert", LABELS[:, None, None])
+    assert torch.equal(everything(LABELS[:, None]).images, LABELS[:, None])  # tokens
     refused(r"\[n, \.\.\.\], got shape \(11,\); add a batch dimension", IMAGES.flatten()[:N])
     for bad in (float("nan"), float("inf"), -float("inf")):
         spoiled = IMAGES.clone()
@@ -194,7 +195,6 @@ def test_no_images_are_refused() -> None:
 
 def test_labels_that_do_not_match_are_refused() -> None:
     refused("as many labels as images, got 11 images and 10 labels", (IMAGES, LABELS[:-1]))
-    refused(r"one label per image, got 11 images and labels \(11, 1\)", (IMAGES, LABELS[:, None]))
     refused(r"one label per image, got 6 images and labels \(5,\)", [(IMAGES[:6], LABELS[:5])])
     for kind, make in UNLABELLED.items():
         refused("expected labelled data", make(), labelled=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -463,15 +466,98 @@ def test_the_bar_waits_two_seconds_and_wipes_its_line(
     assert terminal.getvalue().endswith("\r" + " " * 72 + "\r")
 
 
-def test_the_bar_is_silent_where_nobody_watches(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("total", "show", "each", "lines"),
+    [
+        (
+            9,
+            True,
+            3.0,
+            ["smoothing: 1 of 9, about 24 s left after 3 s", "smoothing: 5 of 9, about 12 s left after 15 s"],
+        ),
+        (9, False, 3.0, []),
+        (9, True, 1.0, []),  # nine seconds in all: over before a line would help
+        (None, True, 4.0, ["smoothing: 1 after 4 s", "smoothing: 4 after 16 s", "smoothing: 7 after 28 s"]),
+    ],
+)
+def test_a_log_gets_the_estimate_and_a_line_every_ten_seconds(
+    total: int | None,
+    show: bool,
+    each: float,
+    lines: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr("keepcover.engine.progress.time.monotonic", lambda: clock[0])
-    with Bar("smoothing", 3) as bar:
-        clock[0] = 60.0
-        bar.advance()
+    with Bar("smoothing", total, show) as bar:
+        for _ in range(9):
+            clock[0] += each
+            bar.advance()
+    written = capsys.readouterr().err.splitlines()
+    assert written[: len(lines)] == lines
+    assert bool(written) == bool(lines)
+
+
+def test_a_notebook_gets_one_bar_that_is_redrawn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, shown = [0.0], []
+
+    def display(data: dict[str, str], raw: bool, display_id: bool) -> Any:
+        shown.append(data)
+        return SimpleNamespace(update=lambda data, raw: shown.append(data))
+
+    shell = SimpleNamespace(kernel=None)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    monkeypatch.setattr("keepcover.engine.progress.time.monotonic", lambda: clock[0])
+    with Bar("smoothing", 4) as bar:
+        for _ in range(4):
+            clock[0] += 1.5
+            bar.advance()
+    assert [data["text/plain"] for data in shown] == [
+        "smoothing 50%, 3 s left",
+        "smoothing 75%, 2 s left",
+        "smoothing 100%, 0 s left",
+    ]
+    assert "<progress max='1' value='0.500'>" in shown[0]["text/html"]
     assert capsys.readouterr().err == ""
+
+
+# -- batches by measurement --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slow", [16, 64, 1024])
+def test_passes_take_the_size_that_was_fastest(slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose time per row is least near one size; the clock is what the model says. Outputs are those of one size."""
+    clock, sizes, model = [0.0], [], nearest()
+
+    def timed(inputs: Tensor) -> Tensor:
+        sizes.append(len(inputs))
+        clock[0] += len(inputs) * (1 + abs(math.log2(len(inputs) / slow)))
+        return model(inputs)
+
+    monkeypatch.setattr("keepcover.engine.smoother.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(Smoother, "most_rows", 64)
+    images, stream = toy(2500)[0], Stream(0, "test")
+    found = Smoother(timed, 0.1).reduce(images, 4, stream, lambda batch, logits: logits)
+    assert sizes[7:14] == [
+        64,
+        16,
+        16,
+        32,
+        32,
+        128,
+        128,
+    ]  # and 256, of which the images that are read together leave a rest
+    assert Counter(sizes[17:]).most_common(1)[0][0] == min(256, slow)
+    again = Smoother(model, 0.1, batch_size=100).reduce(images, 4, stream, lambda batch, logits: logits)
+    torch.testing.assert_close(found, again, rtol=0, atol=1e-5)
+    sizes.clear()
+    for _ in Smoother(timed, 0.1).stream(images, 4, stream, steady=True):
+        pass
+    assert set(sizes[:-1]) == {64}
 
 
 @pytest.mark.parametrize("total", [None, 0, 3, 10, 25])
@@ -486,3 +572,27 @@ def test_pieces_are_put_together_whatever_their_number_was_said_to_be(total: int
 def test_gathering_nothing_is_refused() -> None:
     with pytest.raises(InputError, match="at least one image"):
         Gathered().whole()
+
+
+def test_a_compiled_model_is_given_channels_last_memory_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The change of layout belongs to the compiled function, and compiled code is kept by the model's class."""
+    seen: list[tuple[str, bool]] = []
+
+    class Flat(nn.Flatten):
+        def forward(self, input: Tensor) -> Tensor:
+            seen.append(("model", input.is_contiguous(memory_format=torch.channels_last)))
+            return super().forward(input)
+
+    def compiled(model: Any) -> Any:
+        def run(inputs: Tensor) -> Tensor:
+            seen.append((type(model).forward.__code__.co_name, inputs.is_contiguous()))
+            return model(inputs)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    images, stream = torch.rand(3, 2, 4, 4), Stream(0, "test")
+    smoother = Smoother(Flat(), 0.25, compile=True, channels_last=True, progress=False)
+    found = smoother.logits(images, 16, stream)
+    assert seen == [("forward_Flat", True), ("model", True)]
+    assert torch.equal(found, Smoother(nn.Flatten(), 0.25, progress=False).logits(images, 16, stream))

@@ -103,8 +103,8 @@ def test_the_slider_obeys_the_keyboard_without_asking_anybody(page: Any) -> None
     page.keyboard.press("End")
     assert page.text_content("#epsilon-value") == f"{EPSILONS[-1]:g}"
     assert asked == []
-    assert "up to L2 0.3" in page.text_content(".card.exact .promise")
-    assert "No promise under attack" in page.text_content(".card.vanilla .promise")
+    assert "up to 0.3 in L2 norm" in page.text_content(".card.exact .promise")
+    assert "promises nothing" in page.text_content(".card.vanilla .promise")
 
 
 def test_trivial_sets_and_names_are_shown_as_they_are(page: Any) -> None:
@@ -122,7 +122,7 @@ def test_an_attack_shows_the_image_and_what_was_lost(page: Any, explorer: Explor
         page.click("#attack-button")
         page.wait_for_selector("#attack-result:not([hidden])", timeout=30_000)
         epsilon = float(page.text_content("#epsilon-value"))
-        expected = explorer.attack(f"g{index}", None, 0.1, 4, epsilon)
+        expected = explorer.attack(f"g{index}", 0.1, 4, epsilon)
         for one in expected["attempts"]:
             for key in METHODS:
                 cell = f"#fates tr[data-method={key}] td[data-aim={one['aim']}]"

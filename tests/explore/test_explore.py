@@ -15,6 +15,7 @@ import time
 import urllib.request
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from torch import nn
 
 from keepcover.cli import main
 from keepcover.engine.memory import RememberingSmoother
@@ -32,21 +34,22 @@ from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError
 from keepcover.explore import app as explore_app
 from keepcover.explore.answers import Explorer
-from keepcover.explore.app import STATIC, create_app
+from keepcover.explore.app import STATIC, create_app, run
 from keepcover.explore.attacking import attack_one
-from keepcover.explore.curves import Job, compute
-from keepcover.explore.images import amplified, png, read_upload
-from keepcover.explore.lineup import Lineup, radii, sentence
-from keepcover.explore.look import bars, nested, own_sets
-from keepcover.explore.server import run
+from keepcover.explore.curves import Job
+from keepcover.explore.images import amplified, read_upload
+from keepcover.explore.lineup import Lineup, bars, nested, own_sets, radii
 from keepcover.explore.subject import Subject, own_subject, saved_subject
 from keepcover.methods import get_method
-from keepcover.noise import Stream
+from keepcover.models import Filled
+from keepcover.noise import Ablation, Bands, Laplace, Noise, Stream, get_norm
+from keepcover.pages.plots import pixels as as_png
 from keepcover.prediction.artifact import load
 from keepcover.prediction.calibration import calibrate
+from keepcover.promises import Promise
 from keepcover.web.problems import Problem
 
-from .exploring import EPSILONS, NAMES, SIGMA, toy_data, toy_explorer, toy_model
+from .exploring import EPSILONS, NAMES, SIGMA, toy_data, toy_explorer, toy_model, toy_subject
 
 METHODS = ("vanilla", "rscp", "exact")
 LEVELS = {"alpha": 0.1, "draws": 4, "epsilon": 0.2}
@@ -166,14 +169,28 @@ def test_bars_explain_every_method(method: str, draws: int, score: str, options:
 
 def test_the_promise_in_words(explorer: Explorer) -> None:
     words = explorer.sets("g0", 0.1, 4)["methods"]
-    assert words["exact"]["promises"][2] == (
-        "Contains the true label with probability at least 90 % for any perturbation up to L2 0.2."
-    )
-    assert "No promise under attack" in words["vanilla"]["promises"][3]
+    said = str(explorer.lineup.predictor("exact", 0.1, 4).at(0.1, 0.2).guarantee)
+    assert words["exact"]["promises"][2] == said
+    assert "With probability at least 90 %, the set contains the true label" in said
+    assert "under attack cp promises nothing" in words["vanilla"]["promises"][3]
     assert [words[key]["certified"] for key in METHODS] == [False, True, True]
-    assert "80 %" in sentence(explorer.lineup.predictor("rscp", 0.2, 4).guarantee)
     assert words["rscp"]["full"] == [True] * len(EPSILONS)  # four draws cannot pay the Monte Carlo budget
     assert words["rscp"]["sizes"] == [4] * len(EPSILONS)
+
+
+def test_a_promise_per_class_is_made_by_every_method_that_can_and_bars_follow_its_thresholds() -> None:
+    promise = Promise(per="class", delta=0.1, calibration_epsilon=0.02)
+    lineup = Lineup(replace(toy_subject(), promise=promise), alphas=(0.2,), draws=(16,), epsilons=(0.0, 0.1))
+    assert [one.key for one in lineup.contenders] == ["rscp", "exact"]  # vanilla CP does not offer calibration_epsilon
+    predictor = lineup.predictor("exact", 0.2, 16)
+    assert len(predictor.threshold.unique()) == 4
+    answer = Explorer(lineup).sets("g0", 0.2, 16)["methods"]["exact"]
+    assert "for each class on its own, with probability at least 80 % for every true class" in answer["promises"][0]
+    for step in range(2):
+        reached = [support >= needed for support, needed in zip(answer["support"][step], answer["needed"][step])]
+        assert [int(one) for one in reached] == answer["own"][step]
+    with pytest.raises(InputError, match="the promise is per group, and images on the page have none"):
+        Lineup(replace(toy_subject(), promise=Promise(per=["a", "b"])))
 
 
 def test_many_classes_are_cut_to_the_likeliest_and_the_true_one(explorer: Explorer) -> None:
@@ -330,7 +347,9 @@ def test_curves_come_piece_by_piece(explorer: Explorer) -> None:
         step(count)
 
     job.step = watched  # type: ignore[method-assign]
-    compute(explorer.lineup, job, 20, curves.radii, lambda _, radius, __: explorer.subject.gallery.images[:20])
+    curves.images = 20
+    curves._attacked = lambda *_: explorer.subject.gallery.images[:20]  # type: ignore[method-assign]
+    curves.compute(job)
     seen.append(job.so_far)
     assert [list(one["methods"]) for one in seen[:3]] == [list(METHODS[:n]) for n in (1, 2, 3)]
     assert [len(one["methods"]["exact"]["attacked"]) for one in seen[2:]] == list(range(len(curves.radii) + 1))
@@ -384,7 +403,7 @@ def send(client: TestClient, content: bytes, **fields: str) -> Any:
 
 def test_a_fitting_upload_is_taken_as_it_is(client: TestClient, explorer: Explorer) -> None:
     pixels = (explorer.subject.gallery.images[7:8] * 255).round() / 255
-    answer = send(client, png(pixels[0])).json()
+    answer = send(client, as_png(pixels[0])).json()
     assert answer["notices"] == []
     assert torch.equal(explorer.images.get(answer["image"]).pixels, pixels)
     shown = client.get(f"/api/images/{answer['image']}.png")
@@ -585,7 +604,7 @@ def test_large_questions_are_not_parsed(client: TestClient, monkeypatch: pytest.
     names = "{" + ",".join(f'"{k:x}":0' for k in range(500_000)) + "}"
     for path in ("curves", "sets", "attack", "find"):
         response = client.post(f"/api/{path}", content=names, headers={"content-type": "application/json"})
-        refused(response, 413, "exceeds 4096 bytes")
+        refused(response, 413, "at most 4096 bytes")
     assert len(client.post("/api/curves", json={"x" * 4000: 1}).text) < 300
 
 
@@ -597,12 +616,11 @@ def test_no_charset_of_an_upload_is_a_failure(client: TestClient, charset: str) 
     refused(client.post("/api/uploads", content=part, headers=headers), 400, "UTF-8")
 
 
-def test_what_goes_wrong_inside_stays_inside(
-    client: TestClient, explorer: Explorer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(explorer, "find", lambda *_: 1 / 0)
+def test_what_goes_wrong_inside_stays_inside(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepcover.explore.answers.find_lost", lambda *_: 1 / 0)
     refused(client.post("/api/find", json=LEVELS), 500, "ZeroDivisionError")
-    monkeypatch.setattr(explorer, "find", lambda *_: (_ for _ in ()).throw(InputError("say this")))
+    say = lambda *_: (_ for _ in ()).throw(InputError("say this"))  # noqa: E731
+    monkeypatch.setattr("keepcover.explore.answers.find_lost", say)
     refused(client.post("/api/find", json=LEVELS), 422, "say this")
 
 
@@ -687,12 +705,12 @@ def test_a_saved_predictor_stands_alone_where_the_data_are_few(tmp_path: Path) -
     assert any("too few" in note for note in lineup.notes)
     explorer = Explorer(lineup)
     explorer.prepare()
-    assert explorer.attack("g0", None, 0.1, 4, 0.2)["attempts"][-1]["aim"] == "margin"
+    assert explorer.attack("g0", 0.1, 4, 0.2)["attempts"][-1]["aim"] == "margin"
     vanilla = saved_subject(saved(tmp_path, method="cp", sigma=0.0, draws=1), toy_data())
     assert any("adds no noise" in note for note in vanilla.notes)
     alone = Explorer(Lineup(vanilla))
     alone.prepare()
-    assert [one["aim"] for one in alone.attack("g0", None, 0.1, 1, 0.2)["attempts"]] == ["plain"]
+    assert [one["aim"] for one in alone.attack("g0", 0.1, 1, 0.2)["attempts"]] == ["plain"]
 
 
 def test_what_calibration_warns_of_is_told_on_the_page() -> None:
@@ -707,7 +725,7 @@ def test_what_calibration_warns_of_is_told_on_the_page() -> None:
         epsilons=(0.0, 0.1),
     )
     lineup.predictor("exact", 0.1, 4)
-    assert any("train or fine-tune it under this noise" in note for note in lineup.notes)
+    assert any("fine-tune it under" in note for note in lineup.notes)
     assert not any("return everything" in note for note in lineup.notes)
 
 
@@ -728,9 +746,9 @@ def test_the_slider_is_made_of_short_decimals() -> None:
         (["--model", "small-cnn"], "both --model and --data"),
         (["--data", "digits"], "both --model and --data"),
         (["--sigma", "0.5"], "expected --model and --data"),
-        (["--model", "small-cnn", "--data", "digits", "--sigma", "0.5"], "needs --weights"),
+        (["--model", "small-cnn", "--data", "digits", "--sigma", "0.5"], "needs trained weights: --weights"),
         (["--model", "torch.nn:Identity", "--data", "digits"], "--sigma above 0"),
-        (["p.safetensors", "--sigma", "0.5"], "its own sigma"),
+        (["p.safetensors", "--sigma", "0.5"], "its own noise"),
     ],
 )
 def test_arguments_that_do_not_go_together(
@@ -796,3 +814,27 @@ def test_a_busy_port_is_said(capsys: pytest.CaptureFixture[str], explorer: Explo
         taken.listen()
         with pytest.raises(InputError, match="choose another --host or --port"):
             run(explorer, port=taken.getsockname()[1], open_page=False, tell=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("noise", "norm", "reach"), [(Ablation(8), "l0", 2.0), (Bands(2), "patch", 1.0), (Laplace(0.3), "l1", 0.4)]
+)
+def test_other_threats_are_shown_in_their_own_units(noise: Noise, norm: str, reach: float) -> None:
+    """Whole numbers on the slider where the norm counts; methods whose theorems do not hold are left out."""
+    model: nn.Module = toy_model()
+    subject = own_subject(Filled(model, 0.0) if noise.hides else model, toy_data(), noise, norm=norm, reach=reach)
+    explorer = Explorer(Lineup(subject, alphas=(0.2,), draws=(8,)))
+    facts = explorer.describe()
+    counts = norm != "l1"
+    assert facts["epsilons"] == ([float(k) for k in range(int(reach) + 1)] if counts else list(radii(reach)))
+    assert [one["key"] for one in facts["methods"]] == (
+        ["vanilla", "exact"] if noise.deterministic else ["vanilla", "rscp", "exact"]
+    )
+    assert facts["draws"] == [4 if noise.deterministic else 8]
+    shown = explorer.sets("g0", 0.2, facts["draws"][0])
+    assert get_norm(norm).deed(reach, subject.shape) in shown["methods"]["exact"]["promises"][-1]
+    found = explorer.attack("g0", 0.2, facts["draws"][0], reach)
+    for one in found["attempts"]:
+        assert one["distance"] <= reach * (1 + 1e-6)
+    with pytest.raises(InputError, match="expected --epsilon, the largest radius on show"):
+        own_subject(model, toy_data(), noise, norm=norm)

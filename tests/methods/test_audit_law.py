@@ -23,6 +23,7 @@ from keepcover.attacks.audit import VIOLATION
 from keepcover.bounds import conformal_rank, exact_level, hull_curve, hull_level, majorant
 from keepcover.methods import RCP1, Exact, ExactAsymmetric, RSCPPlus, Rule, get_method
 from keepcover.methods.exact import HullRule, MajorantRule, OneDraw
+from keepcover.promises import Sample
 from keepcover.scores import Draws, Items
 from tests.bounds.brute import crossing, curve
 from tests.methods.worst import (
@@ -66,7 +67,7 @@ def hull_thresholds(rule: HullRule, x: ndarray, weight: ndarray, audits: int, se
     z = rng.choice(x, (audits, n), p=weight) + SIGMA * noise
     rank = conformal_rank(n, Fraction(rule.level))
     t = np.partition(z, rank - 1, axis=1)[:, rank - 1]
-    assert t[0] == rule.threshold_of(torch.from_numpy(z[0]), n)
+    assert t[0] == rule.threshold_of(Sample(torch.from_numpy(z[0])))
     return t
 
 
@@ -198,10 +199,10 @@ def test_honest_majorant_rules_are_not_accused(n: int, n_cal: int, r: float) -> 
     """Few calibration draws and strong attacks make g steep, so that one calibration point more or less decides: a beta
     law of the same mean and variance accuses up to 2 % of these rules."""
     rule = tangent_rule(n, n_cal, r)
-    t = majorant_thresholds(rule, 2000)
+    t = majorant_thresholds(rule, 1000)
     assert np.isfinite(t).all()
     covered = covered_counts(rule, t, np.zeros(1), np.ones(1))
-    assert not violated(accused(rule, covered, n), 2000, VIOLATION, LEVEL)
+    assert not violated(accused(rule, covered, n), 1000, VIOLATION, LEVEL)
 
 
 @pytest.mark.parametrize("scale", [0.5, 0.9, 0.999])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def test_the_sets_are_those_of_full_drawing(case: Any) -> None:
 
     def exceeded(positions: Tensor, span: range) -> Tensor:
         asked.append((positions, span))
-        return vote.above(Draws(scores[positions][..., span.start : span.stop]), span)
+        return vote.above(Draws(scores[positions][..., span.start : span.stop]), span, positions)
 
     masks, used = vote.run(torch.arange(len(scores)), v, exceeded)
     for one, t, mask in zip(rules, thresholds, masks, strict=True):
@@ -79,7 +80,7 @@ def test_an_image_is_left_alone_as_soon_as_it_is_decided() -> None:
     (mask,), used = vote.run(
         torch.arange(3),
         torch.ones(3),
-        lambda some, span: vote.above(Draws(scores[some][..., span.start : span.stop]), span),
+        lambda some, span: vote.above(Draws(scores[some][..., span.start : span.stop]), span, some),
     )
     assert torch.equal(mask, kept(rule(8, 2), Draws(scores), 0.5))
     assert mask[:, 0].tolist() == [False, True, True]
@@ -122,6 +123,31 @@ def test_a_predictor_gives_the_same_sets_from_fewer_draws(method: str, score: st
                 assert float(early.draws_used.double().mean()) < predictor.draws
     assert early[:3].draws_used is not None
     assert len(early[:3].draws_used) == 3
+
+
+@pytest.mark.parametrize(("fixed", "used"), [(0.0, 14), (1.0, 24)])
+def test_stages_are_left_out_where_they_cannot_pay(fixed: float, used: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is no CPU and whose clock goes on by a fixed time per call of the model and a little per row."""
+    clock, calls, network = [0.0], [], model()
+
+    def timed(inputs: Tensor) -> Tensor:
+        calls.append(len(inputs))
+        clock[0] += fixed + 1e-4 * len(inputs)
+        return network(inputs)
+
+    smoother = Smoother(timed, 0.3, progress=False)
+    predictor = calibrate(smoother, blobs(700, 0), epsilon=0.1, draws=24, method="exact", seed=3, fingerprint="timed")
+    images, _ = blobs(200, 1)
+    expected = predictor.predict(images, seed=9)
+    monkeypatch.setattr(smoother, "device", SimpleNamespace(type="elsewhere"))
+    monkeypatch.setattr("keepcover.engine.inputs.Batch.to", lambda self, device: self)
+    monkeypatch.setattr(Tensor, "to", lambda self, *_, **__: self.float() if self.is_floating_point() else self)
+    monkeypatch.setattr("keepcover.prediction.predictor.time.perf_counter", lambda: clock[0])
+    calls.clear()
+    found = predictor.predict(images, seed=9, early_exit=True)
+    assert torch.equal(found.mask, expected.mask)
+    assert int(found.draws_used.min()) == used
+    assert (len(calls) == 7) == (used == 24)  # three of each measurement, and one pass
 
 
 def test_rules_that_average_are_refused() -> None:

@@ -18,7 +18,7 @@ import torch
 from scipy import stats
 
 from keepcover.methods import CAS, BinCP, BinCPSharp, Exact, RSCPPlus, SplitCP, get_method
-from keepcover.promises import CLAUSES, Promise
+from keepcover.promises import Promise
 from keepcover.scores import PTT, Draws
 from tests.bounds.brute import crossing, curve
 from tests.methods.premises import (
@@ -43,7 +43,6 @@ from tests.methods.worst import (
     two_points,
     violated,
 )
-from tests.seams.pac import PAC
 
 COUNT_RULES: dict[str, tuple[Any, Any]] = {
     "exact": ("exact", asked_for(120, 16)),
@@ -152,7 +151,6 @@ def test_covered_counts_are_beta_binomial(n: int, alpha: float) -> None:
 def test_a_clause_of_the_promise_reaches_the_threshold(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With confidence 99 % over calibration: the true attacked miss rate, given the threshold, exceeds alpha in at most 1 %
     of calibrations (exact binomial test at 1e-6), and more often under the marginal promise."""
-    monkeypatch.setitem(CLAUSES, "delta", PAC)
     over = {}
     for promise in (Promise(), Promise(delta=0.01)):
         rule = fit(name, asked_for(300, 4, calibration_draws=8, promise=promise), LAWS["point"], lambda s: s)

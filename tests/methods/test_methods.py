@@ -41,13 +41,12 @@ from keepcover.methods import (
 )
 from keepcover.methods.choosing import candidates
 from keepcover.noise import Gaussian, Threat
-from keepcover.promises import CLAUSES, Promise
+from keepcover.promises import Promise, Sample
 from keepcover.scores import PTT, CustomScore, Draws, Items, Reading, hps
 from keepcover.store.logits_file import read_arrays
 from keepcover.tasks import Classification
 from tests.methods.golden import golden_draws
 from tests.methods.worst import OWN, attacked_by, calibrated, holdout_of, kept, plainly, read
-from tests.seams.pac import PAC
 
 patient = settings(deadline=None, derandomize=True)
 BASE = Asked(alpha=0.1, threat=Threat(Gaussian(0.25), 0.125), draws=8, n=60, candidates=3)
@@ -174,7 +173,7 @@ def test_the_count_rule_counts(c: int, kappa: int, gamma: float) -> None:
     z = true.values.sort(dim=-1, descending=True).values[:, c]
     assert torch.equal(rule.statistic(true), z)
     level = hull_level(BASE.counts, c, kappa, 0.1, gamma)
-    t = rule.threshold_of(z, 60)
+    t = rule.threshold_of(Sample(z))
     allowed = math.floor(61 * Fraction(level))
     assert t == (math.inf if allowed < 1 else float(z.sort(descending=True).values[allowed - 1]))
     for t in (0.3, 0.6, math.inf):
@@ -199,7 +198,7 @@ def test_rcp1_is_the_count_rule_with_one_draw() -> None:
     assert torch.equal(rcp1.statistic(true), exact.statistic(true))
     assert torch.equal(rcp1.test_statistic(Draws(test).first(1)), exact.test_statistic(Draws(test).first(1)))
     statistic = rcp1.statistic(true)
-    assert rcp1.threshold_of(statistic, 200) == conformal_quantile(statistic, Fraction(one.threat.most(0.1)))
+    assert rcp1.threshold_of(Sample(statistic)) == conformal_quantile(statistic, Fraction(one.threat.most(0.1)))
 
 
 counts_g = st.lists(st.floats(0, 0.4), min_size=5, max_size=5).map(lambda rises: tuple(np.cumsum(rises).tolist()))
@@ -225,55 +224,10 @@ def test_risk_control_takes_the_smallest_threshold_that_fits(
     assert all(risk(t) > alpha - 1e-12 for t in smaller)
 
 
-@patient
-@given(counts_g, columns, st.data(), st.sampled_from([0.1, 0.3, 0.7]))
-def test_weighted_risk_control_is_brute_force(
-    g: tuple[float, ...], rows: list[list[int]], data: st.DataObject, alpha: float
-) -> None:
-    """Items of several weights per point, some points without any: the smallest t whose weighted risk fits.
-
-    A point's loss is sum_i w_i g(count_i(t)) over its items, at most g(N); points without items lose nothing.
-    """
-    draws = torch.tensor(rows, dtype=torch.float64)
-    owner = sorted(data.draw(st.lists(st.integers(0, 9), min_size=len(rows), max_size=len(rows))))
-    share = [owner.count(point) for point in owner]
-    weight = torch.tensor([data.draw(st.sampled_from([0.25, 0.5, 1.0])) / count for count in share])
-    points = 10 + data.draw(st.integers(0, 5))
-    rule = ExactAsymmetric().rule(replace(BASE, alpha=alpha, draws=2, calibration_draws=4), kappa=0, g=g)
-    items = Items(Draws(draws), points, weight)
-    actual = rule.threshold(items)
-
-    def risk(t: float) -> float:
-        losses = [float(w) * g[int(count)] for w, count in zip(weight, (draws > t).sum(dim=1))]
-        return (sum(losses) + g[-1]) / (points + 1)
-
-    if actual < math.inf:
-        assert risk(actual) <= alpha + 1e-9
-    smaller = [t for t in (-math.inf, *range(7)) if t < actual]
-    assert all(risk(t) > alpha - 1e-9 for t in smaller)
-
-
-def test_unit_weights_change_nothing() -> None:
-    scores, labels = noisy_scores(60)
-    true, rule = Draws(scores).of_label(labels), fitted("exact_asymmetric")
-    plain = Items.single(true)
-    weighted = Items(true, 60, torch.ones(60))
-    assert rule.threshold(plain) == rule.threshold(weighted)
-    halves = Items(Draws(true.values.repeat_interleave(2, dim=0)), 60, torch.full((120,), 0.5))
-    assert rule.threshold(halves) == rule.threshold(plain)
-    weight = torch.rand(60, generator=torch.Generator().manual_seed(0))
-    some = Items(true, 60, weight)
-    assert rule.threshold(some) < rule.threshold(plain)
-    for t in (-torch.inf, *true.values.flatten()[::40].tolist(), torch.inf):
-        risk = (weight.double() * torch.tensor(rule.g)[true.above(t)]).sum() + rule.g[-1]
-        assert rule.supports(some, t) == (t == torch.inf or bool(risk <= 0.1 * 61))
-        assert rule.supports(halves, t) == rule.supports(plain, t)
-
-
-@pytest.mark.parametrize("name", [name for name in OWN if name != "exact_asymmetric"])
+@pytest.mark.parametrize("name", [name for name, method in OWN.items() if method.things == "one"])
 def test_methods_that_rank_points_refuse_weighted_items(name: str) -> None:
     rule = fitted(name)
-    items = Items(Draws(noisy_scores(60)[0][:, 0]), 60, torch.ones(60))
+    items = Items(Draws(noisy_scores(60)[0][:, 0]), 60, torch.ones(60), torch.arange(60))
     with pytest.raises(InputError, match=r"one thing to cover per point; use exact_asymmetric"):
         rule.threshold(items)
 
@@ -494,7 +448,7 @@ def test_too_few_points_for_eta_means_every_label(name: str) -> None:
     rule = fitted(name, replace(BASE, n=9))
     threshold = calibrated(rule, Draws(cal).of_label(labels))
     assert threshold == math.inf
-    assert rule.always_full(threshold)
+    assert rule.always_full(float(threshold))
     assert kept(rule, Draws(test), threshold).all()
 
 
@@ -597,7 +551,7 @@ def test_explanations_agree_with_sets(name: str) -> None:
     threshold = calibrated(rule, Draws(cal).of_label(labels).first(rule.calibration_draws))
     draws = Draws(test).first(rule.test_draws)
     for i in range(40):
-        shown = rule.explain(draws[i : i + 1], threshold, lambda s: 1 - s)
+        shown = rule.explain(draws[i : i + 1], torch.tensor(threshold, dtype=torch.float64), lambda s: 1 - s)
         inside = kept(rule, draws[i : i + 1], threshold)
         clear = (shown.support - shown.needed).abs() > 1e-9
         assert torch.equal((shown.support >= shown.needed - 1e-12)[clear], inside[clear])
@@ -652,7 +606,6 @@ def test_questions_survive_json() -> None:
 
 def test_the_rule_is_chosen_for_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     """30 points are few for confidence 95 %: only rules with a high enough level have a finite threshold, and one is taken."""
-    monkeypatch.setitem(CLAUSES, "delta", PAC)
     marginal = Asked(0.15, Threat(Gaussian(1.0), 0.2), draws=8, n=30, candidates=3)
     asked = replace(marginal, promise=Promise(delta=0.05))
     for seed in range(4):

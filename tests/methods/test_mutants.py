@@ -19,15 +19,29 @@ from scipy import stats
 from torch import Tensor
 
 from keepcover.bounds import bernstein, clopper_pearson, hoeffding
-from keepcover.methods import CAS, METHODS, BinCP, BinCPSharp, Exact, RSCPPlus, Rule, SplitCP, get_method
+from keepcover.methods import (
+    CAS,
+    METHODS,
+    BinCP,
+    BinCPSharp,
+    Exact,
+    ExactAsymmetric,
+    OneDrawControl,
+    RSCPPlus,
+    Rule,
+    SplitCP,
+    get_method,
+)
 from keepcover.methods.bincp import FixedShare, SharpShare
 from keepcover.methods.cas import CalibrationTime
 from keepcover.methods.exact import HullRule, MajorantRule
+from keepcover.methods.one_draw import OneDrawRisk
 from keepcover.methods.rscp import InflatedRule
 from keepcover.noise import Gaussian, Threat
-from keepcover.promises import Promise
-from keepcover.scores import Draws
-from keepcover.testing import check_method
+from keepcover.promises import Promise, Sample
+from keepcover.scores import Draws, Items, Reading, Tally
+from keepcover.tasks import Multilabel
+from keepcover.testing import check_method, check_task
 from tests.bounds.brute import crossing, curve
 from tests.methods.golden import golden_draws
 from tests.methods.premises import (
@@ -52,13 +66,14 @@ from tests.methods.worst import (
     two_points,
     violated,
 )
+from tests.tasks import several
 
 # -- RSCP+ -------------------------------------------------------------------------------------------------------------
 
 
 class ForgetsTwoBeta(InflatedRule):
-    def threshold_of(self, statistic: Tensor, points: int, weight: Tensor | None = None) -> float:
-        tau = self.asked.promise.quantile(statistic, self.asked.promise.level(self.asked.alpha))
+    def threshold_of(self, sample: Sample) -> float:
+        tau = self.asked.promise.quantile(sample, self.asked.promise.level(self.asked.alpha))
         return float(self.asked.threat.up(min(tau + hoeffding(self.calibration_draws, self.method.beta), 1.0)))
 
 
@@ -305,15 +320,15 @@ def test_calibrating_at_alpha_is_caught(r: float) -> None:
 class ForgetsTheNextPoint(Promise):
     """Lets the calibration losses spend all of alpha n, as if the query had none."""
 
-    def budget(self, n: int, level: Fraction, top: float) -> float:
+    def budget(self, n: int | float, level: Fraction, top: float, own: float = 1.0) -> float:
         return float(level) * n
 
 
 class CountsDrawsAtTheThreshold(MajorantRule):
     """Takes the threshold that breaks the budget: one score too low."""
 
-    def threshold_of(self, statistic: Tensor, points: int, weight: Tensor | None = None) -> float:
-        own = super().threshold_of(statistic, points, weight)
+    def threshold_of(self, sample: Sample) -> float:
+        own, statistic = super().threshold_of(sample), sample.statistic
         below = statistic[statistic < own]
         return float(below.max()) if len(below) else own
 
@@ -372,3 +387,78 @@ def test_forgetting_the_attack_is_caught(name: str) -> None:
     rule = fit(method, asked_for(60, draws, r=0.0), LAWS["narrow"], increasing)
     assert not violated(attacked_misses(rule, LAWS["narrow"], increasing, 0.0, 300), 300, 0.1)
     assert violated(attacked_misses(rule, LAWS["narrow"], increasing, 3 * SIGMA, 300), 300, 0.1)
+
+
+# -- several things per point ------------------------------------------------------------------------------------------
+#
+# Few points and items that are missed all at once: what a rule forgets of the budget is then a large part of it.
+
+
+class OneForTheNextPoint(MajorantRule):
+    def _budget(self, points: int | float, own: float = 1.0) -> float:
+        return self.asked.promise.budget(points, self.spends, 1.0, own)
+
+
+class ForgetsTheQuery(OneDrawRisk):
+    def _budget(self, points: int | float, own: float = 1.0) -> float:
+        return float(self.spends) * points
+
+
+class CountsItemsAsPoints(OneDrawRisk):
+    def sample(self, items: Tally) -> Sample:
+        sample = super().sample(items)
+        return replace(sample, count=sample.count * several.ITEMS)
+
+
+class CleanLevel(OneDrawRisk):
+    @property
+    def spends(self) -> Fraction:
+        return self.asked.promise.level(self.asked.alpha)
+
+
+def several_rule(kind: type[Any], n: int, r: float) -> Rule:
+    asked = several.asked_for(n, 1, 1, r=r)
+    if issubclass(kind, MajorantRule):
+        up, slope = 0.2, 1e-6
+        level = asked.threat.most(up)
+        rise = float(asked.threat.up(level + slope) - asked.threat.up(level - slope)) / (2 * slope)
+        g = (up - rise * level + 1e-6, up - rise * level + rise + 1e-6)  # the tangent at alpha', which up stays below
+        return kind(ExactAsymmetric(), asked, kappa=0, g=g)
+    return kind(OneDrawControl(), asked)
+
+
+def several_risk(rule: Rule) -> Tensor:
+    law, move = LAWS["point"], float(rule.asked.threat.epsilon)
+    at_once = several.Form(Multilabel(), lambda scores: -scores[..., :1].expand_as(scores), torch.ones_like)
+    return several.attacked_losses(at_once, rule, law, 1500, move)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "real", "n", "r"),
+    [
+        (OneForTheNextPoint, MajorantRule, 12, 2.0),
+        (ForgetsTheQuery, OneDrawRisk, 6, 0.0),
+        (CountsItemsAsPoints, OneDrawRisk, 20, 0.0),
+        (CleanLevel, OneDrawRisk, 60, 1.0),
+    ],
+)
+def test_a_wrong_budget_for_several_things_is_caught(mutant: type[Any], real: type[Any], n: int, r: float) -> None:
+    assert several.exceeds(several_risk(several_rule(mutant, n, r)), 0.2)
+    assert not several.exceeds(several_risk(several_rule(real, n, r)), 0.2)
+
+
+class Heavy(Multilabel):
+    """True labels that weigh 1 each: a point may lose more than 1."""
+
+    def items(self, outputs: Tensor, truth: Tensor, reading: Reading, u: Tensor) -> Items:
+        made = super().items(outputs, truth, reading, u)
+        return replace(made, weight=torch.ones_like(made.weights[0]))
+
+
+def test_weights_that_sum_to_more_than_one_are_caught() -> None:
+    """The mean number of labels missed, which such weights say is controlled: of four, and a fifth of that is too many."""
+    form = several.Form(Heavy(), torch.neg, torch.ones_like)
+    rule, law = several_rule(OneDrawRisk, 4, 0.0), LAWS["point"]
+    assert several.exceeds(several.attacked_losses(form, rule, law, 1000, 0.0), 0.2 / several.ITEMS)
+    with pytest.raises(AssertionError, match="weigh more than 1"):
+        check_task(Heavy(), *several.points(form, LAWS["wide"], 30, 4, torch.Generator().manual_seed(0)))

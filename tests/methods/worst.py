@@ -17,6 +17,7 @@ from torch import Tensor
 
 from keepcover.methods import METHODS, Asked, Holdout, Method, Rule, get_method
 from keepcover.noise import Gaussian, Threat
+from keepcover.promises import Sample
 from keepcover.scores import CustomScore, Draws, Items
 from keepcover.tasks import Classification
 
@@ -26,8 +27,13 @@ LEVEL = 5e-8
 Law = Callable[[tuple[int, ...], torch.Generator], Tensor]
 Map = Callable[[Tensor], Tensor]
 
-OWN = {name: method for name, method in METHODS.items() if type(method).__module__.startswith("keepcover.")}
-"""The library's methods, without those that other tests register."""
+OWN = {
+    name: method
+    for name, method in METHODS.items()
+    if type(method).__module__.startswith("keepcover.")
+    and not (method.unfit(Gaussian(1.0)) or method.things == "several")
+}
+"""The library's methods for random noise and one thing per point, without those that other tests register."""
 
 AS_THEY_ARE = Classification(CustomScore(lambda outputs: outputs, "output", bounded=True))
 """Outputs that are scores already."""
@@ -93,7 +99,7 @@ def kept(rule: Rule, draws: Draws, threshold: float, v: Tensor | None = None) ->
 
 def calibrated(rule: Rule, true: Draws) -> float:
     """The threshold that these calibration points give."""
-    return rule.threshold(Items.single(true))
+    return float(rule.threshold(Items.single(true)))
 
 
 def attacked_misses(
@@ -121,11 +127,11 @@ def thresholds(rule: Rule, statistic: Tensor) -> Tensor:
     Asking the rule once per repetition is most of what these tests take. So a guess is made for all of them at once, compared
     with the rule's own answer in every twentieth, and dropped for the rule itself if one of those differs.
     """
-    repetitions, n = statistic.shape[:2]
-    own = {i: rule.threshold_of(statistic[i], n) for i in range(0, repetitions, 20)}
+    repetitions = len(statistic)
+    own = {i: rule.threshold_of(Sample(statistic[i])) for i in range(0, repetitions, 20)}
     guess = (_order_statistics if statistic.ndim == 2 else _risk_controlled)(rule, statistic.double())
     if guess is None or any(float(guess[i]) != t for i, t in own.items()):
-        return torch.tensor([rule.threshold_of(points, n) for points in statistic], dtype=torch.float64)
+        return torch.tensor([rule.threshold_of(Sample(points)) for points in statistic], dtype=torch.float64)
     return guess
 
 
@@ -135,7 +141,7 @@ def _order_statistics(rule: Rule, statistic: Tensor) -> Tensor | None:
 
     @cache
     def function(value: float) -> float:
-        return rule.threshold_of(torch.full((n,), value, dtype=torch.float64), n)
+        return rule.threshold_of(Sample(torch.full((n,), value, dtype=torch.float64)))
 
     if function(low) == function(high):
         return torch.full((len(statistic),), function(low), dtype=torch.float64)
@@ -143,7 +149,7 @@ def _order_statistics(rule: Rule, statistic: Tensor) -> Tensor | None:
     while rank - above > 1:
         middle = (above + rank) // 2
         two = torch.where(torch.arange(n) < middle, low, high).double()
-        above, rank = (above, middle) if rule.threshold_of(two, n) == function(low) else (middle, rank)
+        above, rank = (above, middle) if rule.threshold_of(Sample(two)) == function(low) else (middle, rank)
     ranked = statistic.kthvalue(rank, dim=1).values
     values = ranked.unique()
     if len(values) > 200:

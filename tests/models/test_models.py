@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from keepcover.errors import InputError
-from keepcover.models import CifarResNet, Normalize, ResNet50, SmallCNN, load_weights
+from keepcover.models import CifarResNet, Normalize, ResNet50, SmallCNN, is_named, load_weights, network
+from keepcover.models.checkpoints import weights_bytes
 from keepcover.models.cifar_resnet import MEAN, STD
 
 
@@ -53,7 +54,6 @@ def test_normalisation_is_per_channel_and_inside() -> None:
     model = small().eval()
     x = torch.relu(model.bn1(model.conv1(normalised)))
     features = model.layer3(model.layer2(model.layer1(x))).mean(dim=(2, 3))
-    torch.testing.assert_close(model.features(images), features)
     torch.testing.assert_close(model(images), features @ model.fc.weight.T + model.fc.bias)
 
 
@@ -254,3 +254,37 @@ def test_resnet50_halves_five_times_and_strides_in_the_middle(tmp_path: Path) ->
     loaded = load_weights(ResNet50(classes=5), path)
     with torch.inference_mode():
         assert torch.equal(loaded(image), model(image))
+
+
+def test_wide_networks_have_names_and_bodies_that_move() -> None:
+    """wrn-D-W by name; mirrored, equal for an image and its mirror image; a body with a new last layer for other classes."""
+    torch.manual_seed(0)
+    assert [name for name in ("wrn-10-1", "mirrored:wrn-10-1", "wrn-10", "wrn-10-1x") if is_named(name)] == [
+        "wrn-10-1",
+        "mirrored:wrn-10-1",
+    ]
+    with pytest.raises(InputError, match="depth D of 6 k"):
+        network("wrn-11-1")
+    images = torch.rand(2, 3, 32, 32)
+    model = network("wrn-10-1", 10).eval()
+    with torch.device("meta"):  # the count of the published WRN-28-10
+        assert sum(p.numel() for p in network("wrn-28-10").parameters()) == 36_479_194
+    mirrored = network("mirrored:wrn-10-1", 10, lambda _: model)
+    both = (model(images).softmax(1) + model(images.flip(-1)).softmax(1)) / 2
+    assert torch.allclose(mirrored(images).softmax(1), both, atol=1e-6)
+
+
+def test_a_body_starts_another_task(tmp_path: Path) -> None:
+    """Where the number of classes differs, and only where that was asked for, the last layer stays fresh."""
+    torch.manual_seed(0)
+    source, path = network("wrn-10-1", 10), tmp_path / "ten.safetensors"
+    path.write_bytes(weights_bytes(source, {}))
+    target = network("wrn-10-1", 3)
+    fresh = target.get_parameter("fc.weight").detach().clone()
+    with pytest.raises(InputError, match="is the number of classes right"):
+        load_weights(target, path)
+    load_weights(target, path, new_head=True)
+    assert torch.equal(target.get_parameter("fc.weight"), fresh)
+    assert torch.equal(target.get_parameter("conv1.weight"), source.get_parameter("conv1.weight").half().float())
+    same = load_weights(network("wrn-10-1", 10), path, new_head=True)
+    assert torch.equal(same.get_parameter("fc.weight"), source.get_parameter("fc.weight").half().float())

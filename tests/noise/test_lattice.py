@@ -31,8 +31,7 @@ from keepcover.serve.reading import Reader
 from keepcover.specs import load_data, load_inputs, load_parts
 from keepcover.store import LogitStore, StoreKey
 from keepcover.store.cluster import Cluster
-from keepcover.store.cluster.pool import Pool
-from keepcover.store.cluster.worker import Recipe
+from keepcover.store.cluster.pool import Pool, Recipe
 from keepcover.store.filling import Filling
 from keepcover.store.key import data_fingerprint
 from keepcover.training.noise import fit_under_noise
@@ -213,9 +212,7 @@ def test_stores_and_workers_keep_float64(tmp_path: Path) -> None:
     expected = First()(Stream(0, "test").noisy(X, torch.arange(4), range(4), 1.0))
     assert torch.equal(store.read(range(4), 4, torch.float32), expected.half().float())
     with Filling(LogitStore.open(tmp_path / "cluster", key), 4, False) as work:
-        Pool(Ray(lambda *_: False, random.Random(0)), Cluster(), 0.0, Recipe(key, None, 1), First(), False, 1).run(
-            work, (X, Y)
-        )
+        Pool(Ray(lambda *_: False, random.Random(0)), Cluster(), Recipe(key, None, 1), First, 1).run(work, (X, Y))
     assert torch.equal(work.store.read(range(4), 4, torch.float32), expected.half().float())
     assert data_fingerprint((X, Y)) != data_fingerprint((X + 1e-3, Y))
     assert data_fingerprint((X.float(), Y)) != data_fingerprint((X, Y))

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.browser
 
 PAGES = ("demo", "predictor", "evaluation", "audit", "reproduce")
 WIDTHS = (1280, 390)
-# Where screenshots go when somebody wants to look at them.
+# Where screenshots go, for a look at them.
 SHOTS = os.environ.get("KEEPCOVER_SCREENSHOTS")
 
 
@@ -106,7 +106,7 @@ def opened(watched: Watched, path: Path, width: int = 1280, scheme: str = "light
 def test_axe_finds_nothing_serious(watched: Watched, pages: dict[str, Path], name: str, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     for width in WIDTHS:
-        # axe runs as a script, which the page's own policy forbids to anybody: read the same page without the policy.
+        # axe runs as a script, which the page's own policy forbids: read the same page without the policy.
         page = opened(watched, pages[name], width, scheme)
         text = pages[name].read_text()
         assert "script" not in re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL).replace("description", "")

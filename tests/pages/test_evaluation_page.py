@@ -15,6 +15,7 @@ from keepcover.errors import InputError
 from keepcover.evaluation import Row, evaluate
 from keepcover.evaluation.random_splits import random_splits
 from keepcover.pages.evaluation_page import evaluation_page
+from keepcover.promises import Promise
 from keepcover.tasks import Spread
 from tests.cli.runner import as_json, refused, run
 from tests.pages.reader import offline, parsed
@@ -44,24 +45,22 @@ def test_what_splits_saw_adds_up_to_the_row(rows: list[Row]) -> None:
     labels, splits = noisy()[1], list(random_splits(N, 4, 40, 0))
     for row in rows:
         seen = row.observed
-        assert seen is not None
-        assert row.guarantee is not None
         assert (row.size, row.coverage) == (Spread.of(seen.sizes), Spread.of(seen.coverages))
         tested = sum(len(split.test) for split in splits)
         assert int(seen.histogram.sum()) == tested
         assert len(seen.histogram) == K + 1
         total = sum(size * int(count) for size, count in enumerate(seen.histogram))
-        assert total == sum(int(part.sum()) for part in seen.labels)
+        assert total == sum(int(part.sum()) for part in seen.by_class.labels)
         assert total / tested == pytest.approx(row.size.mean, abs=1e-6)
         for split, size, coverage, count, hits, held in zip(
-            splits, seen.sizes, seen.coverages, seen.count, seen.hits, seen.labels
+            splits, seen.sizes, seen.coverages, seen.by_class.count, seen.by_class.hits, seen.by_class.labels
         ):
             assert torch.equal(count, torch.bincount(labels[split.test], minlength=K))
             assert int(hits.sum()) == round(coverage * len(split.test))
             assert size == pytest.approx(int(held.sum()) / len(split.test), abs=1e-6)
         for k in range(K):
-            each = [float(h[k] / n[k]) for h, n in zip(seen.hits, seen.count)]
-            assert seen.class_coverage(k) == Spread.of(each)
+            each = [float(h[k] / n[k]) for h, n in zip(seen.by_class.hits, seen.by_class.count)]
+            assert seen.by_class(k)[0] == each
         assert set(row.to_dict()).isdisjoint({"guarantee", "observed"})
         json.dumps(row.to_dict())
 
@@ -73,13 +72,12 @@ def test_the_page_says_what_the_rows_say(rows: list[Row]) -> None:
     offline(html)
     reader = parsed(html)
     best = min((row for row in rows if row.guarantee.certified), key=lambda row: row.size.mean)
-    assert page.guarantee == str(best.guarantee)
+    assert page.guarantee == best.guarantee
     by_name: dict[str, list[list[str]]] = {}
     for row in reader.rows:
         by_name.setdefault(row[0], []).append(row[1:])
     for row in rows:
         seen = row.observed
-        assert seen is not None
         cells = by_name[row.method][0]
         assert cells[:3] == [
             "yes" if row.guarantee.certified else "no",
@@ -88,18 +86,42 @@ def test_the_page_says_what_the_rows_say(rows: list[Row]) -> None:
         ]
         low, high = min(seen.coverages), max(seen.coverages)
         assert cells[4] == f"{row.coverage.mean:.3f} ± {row.coverage.std:.3f} [{low:.3f}, {high:.3f}]"
-    assert best.observed is not None
     for k, name in enumerate(names):
-        assert by_name[name][0][0].startswith(f"{best.observed.class_coverage(k).mean:.3f} ±")
+        assert by_name[name][0][0].startswith(f"{Spread.of(best.observed.by_class(k)[0]).mean:.3f} ±")
     assert by_name["seed"] == [["7"]]
     assert [figure.name for figure in page.figures] == ["size-against-coverage", "set-sizes", "coverage-by-class"]
+    assert "nothing is promised per class" in html
+
+
+def test_the_page_is_about_the_promise_asked_for_and_says_what_it_costs() -> None:
+    """The marginal rows stand beside; classes and groups have the promise drawn in, and the worst of both are in the table."""
+    groups = [f"site {i % 2}" for i in range(N)]
+    promises = [Promise(), Promise(per=groups, delta=0.2)]
+    rows = evaluate(*noisy(), sigma=0.25, epsilon=0.1, methods=("rcp1", "cp"), promise=promises, splits=2, holdout=40)
+    page = evaluation_page(rows, "some", images=N)
+    assert page.guarantee == rows[2].guarantee
+    assert rows[2].guarantee.promise == promises[1]
+    html = page.html()
+    (costs,) = (section.table for section in page.sections if section.title == "What the promise costs")
+    assert costs is not None
+    table = {cells[0]: cells for cells in ([getattr(cell, "text", cell) for cell in row] for row in costs.rows)}
+    for at, row in enumerate(rows):
+        name = row.method + (", delta 0.2, per group" if at > 1 else "")
+        _, size, cost, *worst = table[name]
+        assert size == f"{row.size.mean:.2f}"
+        assert cost == f"{row.size.mean / rows[at % 2].size.mean - 1:+.1%}"
+        shown = [f"{w['mean']:.3f} [{w['low']:.3f}, {w['high']:.3f}]" for w in row.worst.values()]
+        assert list(row.worst) == ["worst_class", "worst_group"]
+        assert worst == shown
+    assert [figure.name for figure in page.figures][-2:] == ["coverage-by-class", "coverage-by-group"]
+    assert "The promise is made to every group: each has a threshold of its own." in html
     assert "nothing is promised per class" in html
 
 
 def test_without_a_certified_method_nothing_is_claimed() -> None:
     rows = evaluate(*noisy(), sigma=0.25, epsilon=0.1, methods=("cp",), splits=1, holdout=40)
     page = evaluation_page(rows, "plain", images=N)
-    assert page.guarantee == str(rows[0].guarantee)
+    assert page.guarantee == rows[0].guarantee
     assert "1 random split," in page.subtitle
     assert "smallest sets here" in page.sections[0].text
     with pytest.raises(InputError, match="expected at least one clean row"):

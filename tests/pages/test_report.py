@@ -100,7 +100,7 @@ def test_figures_are_files_too(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "figures" / "set-sizes.png").read_bytes().startswith(b"\x89PNG")
     saved = (tmp_path / "new" / "figures" / "set-sizes.svg").read_text()
     assert saved == plots.svg(drawing)
-    assert "fill: #ffffff" in saved  # a file has its own ground: whoever embeds it cannot give it one
+    assert "fill: #ffffff" in saved  # a page that embeds the file cannot give it a ground
     assert "var(" not in saved
 
 
@@ -174,7 +174,7 @@ def test_no_two_lines_of_a_figure_share_a_colour() -> None:
     groups = plots.in_groups({f"method {k}": [(0.0, 1.0)] for k in range(13)})
     assert [name for group in groups for name in group] == [f"method {k}" for k in range(13)]
     for group in groups:
-        axis = plots.size_curves(group, 10, dict.fromkeys(group, True), top=4.0).axes[0]
+        axis = plots.radius_curves(group, dict.fromkeys(group, True), "epsilon", limits=(0.0, 4.0)).axes[0]
         colors = [line.get_color() for line in axis.lines]
         assert len(set(colors)) == len(colors) == len(group)
         assert axis.get_ylim() == (0, 4.0)
@@ -184,7 +184,7 @@ def test_grey_images_are_shown_as_they_are() -> None:
     from matplotlib.image import imread
 
     shown = imread(io.BytesIO(plots.pixels(torch.tensor([[[0.0, 1.0]]]))))
-    assert shown[0, :, 0].tolist() == [0.0, 1.0]
+    assert shown[0].tolist() == [0.0, 1.0]
 
 
 def test_an_interval_is_written_with_its_ends() -> None:
@@ -199,9 +199,14 @@ def figures(report: Audit) -> dict[str, Any]:
     rows, certified = report.summary(EPSILON), {"a": True, "b": False}
     curves = {"a": [(0.0, 1.0), (0.1, 1.5)], "b": [(0.0, 1.1), (0.1, 3.9)]}
     return {
-        "sizes": plots.size_curves(curves, 4, certified),
-        "coverages": plots.coverage_curves(
-            {"a": [(0.0, 0.9, 0.8, 1.0), (0.1, 0.8, 0.7, 0.9)], "b": [(0.0, 0.9)]}, [0.1], certified
+        "sizes": plots.radius_curves(curves, certified, "epsilon", guides=[4.0, 400.0]),
+        "coverages": plots.radius_curves(
+            {"a": [(0.0, 0.9, 0.8, 1.0), (0.1, 0.8, 0.7, 0.9)], "b": [(0.0, 0.9)]},
+            certified,
+            "epsilon",
+            "coverage",
+            [0.9],
+            (None, 1.01),
         ),
         "densities": plots.score_densities(torch.linspace(0, 1, 50), torch.linspace(0, 1, 50) ** 4, 0.1),
         "bars": plots.clean_and_attacked(rows, 0.1),
@@ -252,7 +257,7 @@ def test_on_a_page_every_colour_is_the_pages(report: Audit) -> None:
 
 # What the three colour blindnesses see of linear RGB, in full strength (Machado, Oliveira & Fernandes 2009).
 SEEN = {
-    "everybody": np.eye(3),
+    "no colour blindness": np.eye(3),
     "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
     "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
     "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
@@ -272,8 +277,8 @@ def lab(rgb: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("colours", "ground"), [(plots.COLORS, "#ffffff"), (plots.DARK, "#1c222b")])
-def test_colours_are_told_apart_by_everybody_and_stand_out(colours: tuple[str, ...], ground: str) -> None:
-    """Each pair differs by at least 15 in CIELAB whoever looks; each colour has contrast 3 with its ground (WCAG 1.4.11)."""
+def test_colours_are_told_apart_and_stand_out(colours: tuple[str, ...], ground: str) -> None:
+    """Each pair differs by at least 15 in CIELAB under every colour blindness; each colour has contrast 3 with its ground (WCAG 1.4.11)."""
     for matrix in SEEN.values():
         points = [lab(np.asarray(matrix) @ linear(colour)) for colour in colours]
         assert min(float(np.linalg.norm(a - b)) for a, b in combinations(points, 2)) > 15
@@ -291,6 +296,8 @@ def test_figures_show_their_numbers(report: Audit) -> None:
         ("b", [1.1, 3.9], "--"),
     ]
     assert drawn["sizes"].axes[0].get_ylim()[0] == 0
+    guides = [line.get_ydata()[0] for line in drawn["sizes"].axes[0].get_lines() if line.get_linestyle() == ":"]
+    assert guides == [4]  # the one far above the lines would squeeze them
     rows = report.summary(EPSILON)
     coverage, size = drawn["bars"].axes
     widths = [bar.get_width() for bar in coverage.patches]
@@ -301,9 +308,9 @@ def test_figures_show_their_numbers(report: Audit) -> None:
     vertical = next(line for line in drawn["densities"].axes[0].get_lines())
     assert vertical.get_xdata()[0] == pytest.approx(float(torch.linspace(0, 1, 50).double().quantile(0.9)))
     shares = [[bar.get_height() for bar in axis.patches] for axis in drawn["shares"].axes]
-    assert shares == [[0.0, 0.75, 0.25], [0.5, 0.0, 0.5]]  # nobody has a set of three
-    bars = [line for line in drawn["coverages"].axes[0].get_lines() if line.get_linewidth() == 4]
-    assert [list(line.get_ydata()) for line in bars] == [[0.8, 1.0], [0.7, 0.9]]
+    assert shares == [[0.0, 0.75, 0.25], [0.5, 0.0, 0.5]]  # no set has three labels
+    (bars,) = drawn["coverages"].axes[0].collections
+    assert [bar[:, 1].tolist() for bar in bars.get_segments()] == [[0.8, 1.0], [0.7, 0.9]]
     assert drawn["scatter"].axes[0].get_yscale() == "log"
 
 
@@ -335,11 +342,10 @@ def test_examples_are_labels_lost_by_one_and_kept_by_the_other(report: Audit) ->
         assert before.startswith("clean: vanilla {")
         assert truth in after.split("certified & kept ")[1]
         assert truth not in after.split("certified & kept ")[0]
-    assert (
-        audit_examples(report, "certified & kept", "certified & kept", EPSILON) is None
-    )  # nobody loses what they keep
+    # A predictor does not lose what it keeps.
+    assert audit_examples(report, "certified & kept", "certified & kept", EPSILON) is None
     assert audit_examples(report, "vanilla", "certified & kept", 0.77) is None  # no such radius
-    assert audit_examples(report, "vanilla", "nobody", EPSILON) is None
+    assert audit_examples(report, "vanilla", "unknown", EPSILON) is None
 
 
 def test_the_audit_page(report: Audit, tmp_path: Path) -> None:
@@ -357,8 +363,8 @@ def test_the_audit_page(report: Audit, tmp_path: Path) -> None:
         assert example.title not in html
     facts = {row[0]: row[1] for row in reader.rows if len(row) == 2}
     assert (facts["attacks"], facts["seed"]) == ("softmax, margin", "7")
-    assert page.guarantee == str(report.sets["certified & kept", "none", 0.0].guarantee)
-    assert page.guarantee in " ".join(reader.text)
+    assert page.guarantee == report.sets["certified & kept", "none", 0.0].guarantee
+    assert str(page.guarantee) in " ".join(reader.text)
     assert {file.stem for file in (tmp_path / "figures").iterdir()} == {
         "coverage-clean-and-attacked",
         "size-clean-and-attacked",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import html
 import json
 import shutil
+import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,16 +28,17 @@ from keepcover.evaluation import Attacked, InMemory, Row, evaluate_entries
 from keepcover.models import CifarResNet, ResNet50, backbone, last_linear
 from keepcover.models.heads import head_bytes
 from keepcover.noise import Gaussian, Stream
-from keepcover.paper.reproduce import __main__ as plain
 from keepcover.paper.reproduce import show
-from keepcover.paper.reproduce.cells import Cell, Origin, head_name
-from keepcover.paper.reproduce.figures import figures
+from keepcover.paper.reproduce.figures import FIGURES
 from keepcover.paper.reproduce.material import Material
-from keepcover.paper.reproduce.paper import tables
-from keepcover.paper.reproduce.run import Run, catalogue, chosen, write_page
-from keepcover.paper.reproduce.runner import capped, compute, rows_of
+from keepcover.paper.reproduce.run import Item, Run, capped, catalogue, chosen, compute, rows_of, write_page
+from keepcover.paper.reproduce.tables import TABLES, Cell, Origin, head_name
 
 N, CLASSES = 180, {"cifar10": 10, "cifar100": 100}
+
+
+def tables() -> dict[str, Item]:
+    return {name: item for name, item in catalogue().items() if item.cells}
 
 
 def _images(random: np.random.Generator, count: int = N, side: int = 32) -> np.ndarray:
@@ -112,8 +116,8 @@ def test_printed_values_are_the_papers() -> None:
     """A few of every table, read off the paper by hand."""
 
     def printed(table: str, row: str, column: str) -> tuple[float | None, float | None, float | None]:
-        cell = next(c for c in tables()[table].cells if (c.row, c.column) == (row, column))
-        return cell.paper.size, cell.paper.size_std, cell.paper.coverage
+        (paper,) = [cell.paper for cell in tables()[table].cells if (cell.row, cell.column) == (row, column)]
+        return paper.get("size"), paper.get("size_std"), paper.get("coverage")
 
     assert printed("table1", "PTT", "CIFAR-100 HPS") == (26.06, 15.48, None)
     assert printed("table1", "PTT + RCT", "CIFAR-10 APS") == (2.824, 0.047, None)
@@ -130,6 +134,16 @@ def test_printed_values_are_the_papers() -> None:
     assert printed("ablation", "ConfTr", "HPS") == (3.501, None, 0.9039)
 
 
+def test_every_printed_number_has_its_cell() -> None:
+    """A name in printed.toml that no cell has would be a number that is shown nowhere."""
+    path = Path(sys.modules[Run.__module__].__file__ or "").parent / "printed.toml"
+    for name, about in tomllib.loads(path.read_text()).items():
+        assert (name in TABLES) != (name in FIGURES)
+        listed = {(row, column) for row, columns in about.get("printed", {}).items() for column in columns}
+        assert listed == {(cell.row, cell.column) for cell in catalogue()[name].cells if cell.paper}
+    assert set(catalogue()) == {*TABLES, *FIGURES}
+
+
 @pytest.mark.parametrize("name", sorted(tables()))
 def test_every_table_has_what_goes_beyond_the_paper(name: str) -> None:
     """Places are unique, and beside the paper's rows stand the exact certificates."""
@@ -137,8 +151,10 @@ def test_every_table_has_what_goes_beyond_the_paper(name: str) -> None:
     places = [(cell.row, cell.column) for cell in table.cells]
     assert len(places) == len(set(places))
     assert any("exact" in cell.entry.method.name for cell in table.cells)
-    if name not in ("table3", "draws-cifar100", "draws-imagenet", "bank") and not name.startswith("heads"):
-        rows = set(table.rows)
+    if name not in ("table3", "draws-cifar100", "draws-imagenet", "draws-imagenet-5k", "bank") and not name.startswith(
+        ("heads", "imagenet")
+    ):
+        rows = {cell.row for cell in table.cells}
         assert {"exact, 1 draw", "exact, 4 draws", "exact, 16 draws", "exact, 64 draws", "exact, 256 draws"} <= rows
         assert {"RCP1, 1 draw", "BinCP, 256 draws", "CAS, 256 draws"} <= rows
 
@@ -156,7 +172,7 @@ def test_fewer_draws_are_said() -> None:
     rows = {cell.row for cell in capped(tables()["table1"].cells, 4)}
     assert {"PTT, 4 draws", "exact, 1 draw", "exact, 4 draws"} <= rows
     assert capped(tables()["table3"].cells, 4) == []
-    assert capped(tables()["table1"].cells, None) == list(tables()["table1"].cells)
+    assert capped(tables()["table1"].cells, None) == tables()["table1"].cells
 
 
 def test_settings_are_the_papers() -> None:
@@ -169,7 +185,7 @@ def test_settings_are_the_papers() -> None:
                 assert cell.origin.sigma == 2 * cell.entry.epsilon
             if table.name == "sigma":
                 assert cell.entry.epsilon == 0.125
-            if cell.origin.dataset == "imagenet":
+            if cell.origin.dataset == "imagenet" and not cell.origin.network:
                 assert (cell.origin.sigma, cell.entry.epsilon) == (0.5, 0.25)
 
 
@@ -177,13 +193,15 @@ def test_settings_are_the_papers() -> None:
 
 
 def test_all_of_cifar_runs_and_draws(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """Every kind of table and figure but ImageNet's, with few draws: rows for every cell, pages and pictures for all."""
+    """Every kind of table and figure but ImageNet's, with few draws: rows for every cell, pages and pictures of every kind."""
+    drawn = {"table1", "temperature", "motivation", "inverse-cdf", "densities", "overhead"}
     said: list[str] = []
     job = replace(run(folders, tmp_path), say=said.append)
     files = job.reproduce(["all"], "keepcover reproduce all")
-    missing = ["table2", "table3", "draws-cifar100", "draws-imagenet", "holdout-imagenet", "smoothadv-imagenet"]
+    more = ["table3", "draws-cifar100"]  # about more draws than four
+    missing = [name for name, item in catalogue().items() if "imagenet" in item.datasets or name in more]
     assert {path.stem for path in files} == set(catalogue()) - set(missing)
-    assert sum("ImageNet is needed and cannot be downloaded" in line for line in said) == 3
+    assert sum("ImageNet is needed and cannot be downloaded" in line for line in said) == len(missing) - 4
     assert "  passed over: table3 is about more than 4 draws; ask for more with --draws" in said
     assert said[-1] == f"passed over: {', '.join(missing)}"
     for path in files:
@@ -196,11 +214,11 @@ def test_all_of_cifar_runs_and_draws(folders: tuple[Path, Path], tmp_path: Path)
             for row, cell in zip(content["rows"], cells, strict=True):
                 assert (row["attack"] == "SmoothAdv") == cell.attacked
                 assert row["draws"] <= 4
-        if path.stem in tables() and path.stem not in ("table1", "temperature", "motivation"):
+        if path.stem not in drawn:
             continue
         page = next(made for made in write_page(path) if made.suffix == ".html").read_text()
         assert item.title in html.unescape(page)
-    assert {p.stem for p in (tmp_path / "out").glob("*.png")} >= {*figures(), "temperature", "motivation"}
+    assert {p.stem for p in (tmp_path / "out").glob("*.png")} == drawn - {"table1"}
     assert "(paper 2.294 ± 0.051)" in (tmp_path / "out" / "table1.md").read_text()
 
 
@@ -230,7 +248,7 @@ def test_cells_are_what_the_method_gives_on_the_networks_own_logits(
     torch.testing.assert_close(logits, noisy, rtol=0.02, atol=0.02 * float(noisy.abs().max()))
     entries = list(dict.fromkeys(cell.entry for cell in cells))
     want = evaluate_entries(InMemory(logits, data.labels, Gaussian(0.25)), entries, splits=2, holdout=40)
-    rows = rows_of(cells, tables()["heads-cifar10"], known)
+    rows = rows_of(cells, known)
     by_entry = dict(zip(entries, want, strict=True))
     for cell, row in zip(cells, rows, strict=True):
         expect(row, by_entry[cell.entry][0], abs=0.05)
@@ -291,7 +309,7 @@ def test_a_run_on_other_weights_does_not_count_as_done(folders: tuple[Path, Path
     models = tmp_path / "models"
     shutil.copytree(folders[1], models)
     said: list[str] = []
-    run((folders[0], models), tmp_path).reproduce(["conservativeness"], "")
+    (path,) = run((folders[0], models), tmp_path).reproduce(["conservativeness"], "")
     again = replace(run((folders[0], models), tmp_path), resume=True, say=said.append)
     again.reproduce(["conservativeness"], "")
     assert said == ["conservativeness: done before"]
@@ -301,6 +319,8 @@ def test_a_run_on_other_weights_does_not_count_as_done(folders: tuple[Path, Path
     after = replace(run((folders[0], models), tmp_path), resume=True, say=said.append)
     after.reproduce(["conservativeness"], "")
     assert said[1] != "conservativeness: done before"
+    used = json.loads(path.read_text())["manifest"]["inputs"]
+    assert used[weights.stem] == hashlib.sha256(weights.read_bytes()).hexdigest()
 
 
 def test_imagenet_runs_on_any_folder_of_a_thousand_classes(tmp_path: Path) -> None:
@@ -320,7 +340,6 @@ def test_imagenet_runs_on_any_folder_of_a_thousand_classes(tmp_path: Path) -> No
     torch.save({"state_dict": state}, models / "imagenet-resnet50-sigma0.5.pth.tar")
     m = material((tmp_path / "data", models), tmp_path, images=54, holdout=14, attack_images=4)
     names = ["table2", "holdout-imagenet", "smoothadv-imagenet"]
-    assert {name for name in tables() if "imagenet" in tables()[name].datasets} == {*names, "draws-imagenet"}
     files = Run(m, tmp_path / "out", splits=2, draws=2, say=lambda _: None).reproduce(names, "")
     assert [path.stem for path in files] == names
     # The same from logits in memory: the images are those that the seed chooses, the noise that of their positions.
@@ -376,7 +395,7 @@ def test_wide_tables_are_turned() -> None:
 
 
 def test_closed_forms_stand_beside_the_printed_digits() -> None:
-    rows = figures()["one-dimensional"].compute(Material(None, None, Path("nowhere")), 1)
+    rows = FIGURES["one-dimensional"](Material(None, None, Path("nowhere")), 1)
     head, body = show.any_grid(rows)
     gap = body[0][head.index("coverage_gap")]
     assert "paper 7.98" in gap
@@ -416,10 +435,10 @@ def test_closed_forms_need_nothing(command: Command, tmp_path: Path, capsys: pyt
         assert {Path(file).suffix for file in files} == {".json", ".md", ".html", ".svg", ".png"}
     manifest = json.loads((tmp_path / "out" / "failure-case.json").read_text())["manifest"]
     assert str(tmp_path) not in json.dumps(manifest)
-    page = tmp_path / "out" / "failure-case.html"
-    page.unlink()
+    for file in [*written["one-dimensional"], *written["failure-case"], written["sigmoid-cdf"][-1]]:
+        Path(file).unlink()
     assert command(["reproduce", "all", "--draw-only", "--out", str(tmp_path / "out")]) == 0
-    assert page.is_file()
+    assert {str(path) for path in (tmp_path / "out").iterdir()} == set(written["sigmoid-cdf"])
 
 
 @pytest.mark.parametrize(
@@ -438,16 +457,3 @@ def test_what_cannot_be_is_refused(
     assert match in capsys.readouterr().err
     with pytest.raises(InputError):
         chosen(["table9"])
-
-
-def test_without_the_extras_it_is_a_module(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """``python -m keepcover.paper.reproduce``: the same rows, and the command without folders of this machine."""
-    words = ["failure-case", "--data", str(folders[0]), "--out", str(tmp_path), "--splits", "3", "--device", "cpu"]
-    plain.main(words)
-    content = json.loads((tmp_path / "failure-case.json").read_text())
-    assert content["rows"] == figures()["failure-case"].compute(Material(None, None, tmp_path), 1)
-    assert content["manifest"]["config"]["splits"] == 3
-    said = content["manifest"]["command"]
-    assert said.startswith("keepcover reproduce failure-case --")
-    assert "--splits 3" in said
-    assert str(tmp_path) not in said

@@ -114,9 +114,12 @@ def test_coverage_of_outputs_is_kept(predictor: Predictor) -> None:
 @pytest.mark.parametrize("kind", ["float32", "float64", "list", "half", "bfloat16"])
 def test_outputs_of_any_framework(kind: str, outputs: Tensor, predictor: Predictor) -> None:
     make: dict[str, Any] = {
-        "float32": Tensor.numpy, "float64": lambda x: x.double().numpy(), "list": Tensor.tolist, "half": Tensor.half,
+        "float32": Tensor.numpy,
+        "float64": lambda x: x.double().numpy(),
+        "list": Tensor.tolist,
+        "half": Tensor.half,
         "bfloat16": Tensor.bfloat16,
-    }  # fmt: skip
+    }
     found = calibrate_outputs(make[kind](outputs), CAL[1].tolist() if kind == "list" else CAL[1].numpy(), **ASK)
     queries = drawn(TEST[0], 4, 9)
     sets = found.predict_outputs(make[kind](queries), seed=1)
@@ -265,7 +268,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "label": ({"truth": CAL[1] + 1}, "labels between 0 and 3"),
     "no-noise": ({"sigma": None}, r"expected sigma or noise=\.\.\., under which the outputs were computed"),
     "both": ({"noise": Gaussian(0.1)}, "and not both"),
-    "draws": ({"draws": 33}, "asked for 33 draws per query, only 32 outputs per point are there"),
+    "draws": ({"draws": 33}, "asked for 33 draws per query, 32 outputs per point are there"),
     "no-draws": ({"draws": 0}, "at least 1 draw, got 0"),
     "holdout": ({"holdout": 200}, "holdout of 1 to 199 of the 200 points"),
     "ids": ({"ids": [0] * 200}, "two examples must not share noise"),

@@ -75,7 +75,7 @@ def test_covered_counts_are_beta_binomial(n: int, alpha: float, score: str | Non
     Massart's inequality bounds the distance to the empirical cdf for any law and sample size: false-alarm rate 1e-6. The
     binomial law that ignores the luck of calibration is rejected by the same test.
     """
-    m, repetitions = 40, 1500
+    m, repetitions = 200, 600  # many fresh points each: the luck of calibration is then most of what counts vary by
     values, labels = like_a_network(repetitions * (n + m), 3, seed=n, dtype=torch.float64)
     values, labels = (log_odds(values.log()) if score is None else values).view(-1, n + m, 3), labels.view(-1, n + m)
     counts = [
@@ -104,7 +104,7 @@ def test_what_is_promised_is_said() -> None:
         1,
         "hps",
     )
-    assert "that nobody has attacked" in str(promise)
+    assert "that is not attacked" in str(promise)
     assert json.loads(json.dumps(promise.to_dict()))["alpha"] == 0.2
     assert set(sets.labels()[0]) <= set("abcde")
     assert sets.measure(TRUTH).coverage.count == 60

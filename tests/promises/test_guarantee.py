@@ -15,7 +15,8 @@ from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.guarantee import GENERAL, Guarantee, warn_of_coverage
 from keepcover.noise import Gaussian, Threat
 from keepcover.noise.base import FRESH
-from keepcover.promises.base import MARGINAL
+from keepcover.promises import Promise
+from keepcover.promises.base import MARGINAL, NEVER
 
 patient = settings(deadline=None, derandomize=True)
 levels = st.integers(1, 999).map(lambda thousandths: Fraction(thousandths, 1000))
@@ -75,9 +76,16 @@ def test_the_sentence_of_a_certified_method() -> None:
 def test_the_sentence_of_an_uncertified_method_promises_nothing_under_attack() -> None:
     plain = {"method": "cp", "certified": False, "threat": Threat(Gaussian(0.0), 0.0)}
     assert str(Guarantee(**GOOD | plain)) == (
-        "With probability at least 90 %, the set contains the true label of a query that nobody has attacked "
+        "With probability at least 90 %, the set contains the true label of a query that is not attacked "
         "(method cp, 100 calibration points); under attack cp promises nothing."
     )
+
+
+def test_a_class_that_no_number_of_points_helps_is_said_so() -> None:
+    made = Guarantee(**GOOD | {"promise": Promise(per="class"), "least": 17})
+    assert str(made).endswith("100 calibration points; a class with fewer than 17 has its label in every set).")
+    none = Guarantee(**GOOD | {"promise": Promise(per="class"), "least": NEVER})
+    assert str(none).endswith("; every class, however many its points, has its label in every set).")
 
 
 def test_numbers_sentence_and_assumptions_travel_together() -> None:

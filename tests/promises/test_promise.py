@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from keepcover.bounds import conformal_rank, exact_level
 from keepcover.errors import InputError
 from keepcover.noise import Gaussian, Threat
 from keepcover.promises import CLAUSES, Clause, Promise
-from keepcover.promises.base import MARGINAL
+from keepcover.promises.base import MARGINAL, PER_QUERY
 from keepcover.testing import check_promise
 
 patient = settings(deadline=None, derandomize=True)
@@ -47,12 +48,12 @@ class Removed(Clause):
     points: int
 
     keyword = "removed"
-    marginal = False
+    settles = ("the calibration data",)
 
     def rank(self, rank: int, n: int, level: Fraction) -> int:
         return rank + self.points
 
-    def budget(self, budget: float, n: int, level: Fraction, top: float) -> float:
+    def budget(self, budget: float, n: int | float, level: Fraction, top: float) -> float:
         return budget - self.points * top
 
     def tampering(self, threat: Threat) -> Threat | None:
@@ -115,7 +116,8 @@ def test_clauses_combine_in_the_order_of_the_registry() -> None:
     assert both.rank(99, both.level(0.1)) == 95 + 2
     assert both.budget(99, both.level(0.1), 1.0) == pytest.approx(100 * 0.05 - 1 - 2)
     assert (both.confidence, both.sentence) == ("with some confidence, ", ", having spared 0.5 of it")
-    assert both.assumptions == ("Something else happens rarely.",)  # no longer marginal
+    average = f"The promise is an average over classes and groups, and per query: {PER_QUERY}"
+    assert both.assumptions == (average, "Something else happens rarely.")  # no longer marginal
     assert Promise(spared=0.5).assumptions == (MARGINAL, "Something else happens rarely.")
     threat = Threat(Gaussian(1.0), 0.5)
     assert both.tampering(threat) == Threat(Gaussian(1.0), 0.1)
@@ -135,6 +137,37 @@ def test_a_rank_below_one_keeps_nothing_and_above_n_everything() -> None:
     scores = torch.tensor([1.0, 2.0, 3.0])
     assert Promise().quantile(scores, Fraction(1)) == -math.inf
     assert Promise().quantile(scores, Fraction(1, 5)) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"delta": 0}, "delta strictly between 0 and 1.* got 0"),
+        ({"delta": math.nan}, "delta strictly between 0 and 1.* got nan"),
+        ({"delta": True}, "delta strictly between 0 and 1.* got True"),
+        ({"per": "group"}, "per='class' or an array with the group of every point, got 'group'"),
+        ({"per": []}, "names or whole numbers, one per point, got none"),
+        ({"per": ["a", None]}, "names or whole numbers, one per point, got None"),
+        ({"per": [1, None]}, "names or whole numbers, one per point, got None"),
+        ({"per": [0.5, 1.0]}, "names or whole numbers, one per point, got 0.5"),
+        ({"per": b"class"}, "as a sequence of names or whole numbers, got b'class'"),
+        ({"per": {"a": 1}}, "as a sequence of names or whole numbers, got None"),
+        ({"per": {"groups": ["a", "a"]}}, "every name once"),
+        ({"per": "class", "clusters": (0, 2)}, "without gaps"),
+        ({"per": "class", "clusters": "many"}, "clusters='auto' or the cluster of every class"),
+        ({"poisoned": 1.5}, "a number of calibration points, 0 or more, got 1.5"),
+        ({"poisoned": math.inf}, "a number of calibration points, 0 or more, got inf"),
+        ({"calibration_epsilon": math.nan}, "a finite calibration_epsilon >= 0, got nan"),
+        ({"drift": -0.1}, "a distance in total variation, in .0, 1., got -0.1"),
+        ({"label_weights": (1, math.nan)}, "finite label_weights of 0 or more, one per class"),
+        ({"label_weights": {0: 1.0, 1: 2.0}}, "finite label_weights of 0 or more, one per class"),
+        ({"label_weights": {1.0, 2.0}}, "finite label_weights of 0 or more, one per class"),
+        ({"label_weights": torch.tensor(1.0)}, "finite label_weights of 0 or more, one per class"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(said: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Promise(**said)
 
 
 def test_unknown_clauses_are_refused() -> None:

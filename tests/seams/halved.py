@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from keepcover.methods import METHODS, Asked, Holdout, Method, Rule
+from keepcover.promises import Sample
 from keepcover.scores import Draws, Steps
 
 
@@ -44,9 +45,9 @@ class HalvedRule(Rule):
     def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
         return draws.values[..., 0]
 
-    def threshold_of(self, statistic: Tensor, points: int, weight: Tensor | None = None) -> float:
+    def threshold_of(self, sample: Sample) -> float:
         level = self.asked.threat.most(self.asked.alpha) * self.method.share
-        return self.asked.promise.quantile(statistic, Fraction(level))
+        return self.asked.promise.quantile(sample, Fraction(level))
 
 
 METHODS[Halved.name] = Halved()

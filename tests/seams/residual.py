@@ -29,6 +29,10 @@ class Intervals:
     def size(self) -> Tensor:
         return length(self.pieces)
 
+    @property
+    def traits(self) -> ndarray:
+        return self.size.double().log2().clamp(0, 31).int().numpy()[:, None]
+
     def covers(self, truth: Tensor) -> Tensor:
         y = torch.as_tensor(truth)[:, None]
         return ((self.pieces[..., 0] <= y) & (y <= self.pieces[..., 1])).any(dim=1)

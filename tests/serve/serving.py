@@ -137,6 +137,11 @@ class Server:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
+    def cpu(self) -> float:
+        """Seconds of processor time used so far."""
+        user, system = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
     def stop(self, timeout: float = 60) -> int:
         self.process.terminate()
         return self.process.wait(timeout)

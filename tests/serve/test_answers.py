@@ -75,7 +75,15 @@ def test_an_answer_is_the_predictors_sets_with_their_promise(predictor: Predicto
     assert [one.indices for one in answer.sets] == [[int(label)] for label in LABELS]
     assert [one.labels for one in answer.sets] == [[NAMES[label]] for label in LABELS]
     assert [(one.size, one.trivial) for one in answer.sets] == [(1, False)] * 5
-    assert set(json.loads(response.content)) == {"request_id", "guarantee", "alpha", "epsilon", "certified", "sets"}
+    assert set(json.loads(response.content)) == {
+        "request_id",
+        "guarantee",
+        "alpha",
+        "epsilon",
+        "certified",
+        "sets",
+        "ticket",
+    }
 
 
 def test_without_names_labels_are_indices_and_full_sets_are_called_trivial() -> None:
@@ -151,9 +159,9 @@ def test_levels_in_one_batch_keep_their_own_rules(predictor: Predictor, monkeypa
     calls: list[tuple[int, float, float]] = []
     inner = Predictor.predict
 
-    def spy(predictor: Predictor, images: Tensor, *, alpha: float, epsilon: float) -> Any:
+    def spy(predictor: Predictor, images: Tensor, *, alpha: float, epsilon: float, **rest: Any) -> Any:
         calls.append((len(images), alpha, epsilon))
-        return inner(predictor, images, alpha=alpha, epsilon=epsilon)
+        return inner(predictor, images, alpha=alpha, epsilon=epsilon, **rest)
 
     monkeypatch.setattr(Predictor, "predict", spy)
     app = create_app(predictor, Settings(batch_wait=0.2, max_batch=6))
@@ -397,7 +405,7 @@ def test_metrics_are_prometheus_and_add_up(predictor: Predictor) -> None:
 
 def test_buckets_and_shares() -> None:
     metrics = Metrics(classes=100)
-    metrics.sets([0, 1, 5, 6, 100, 100], draws=3)
+    metrics.sets([0, 1, 5, 6, 100, 100], draws=3, trivial=2)
     found = samples(metrics.render())
     name = "keepcover_set_size_bucket"
     bounds = {float(dict(labels)["le"]): v for (own, labels), v in found.items() if own == name}
@@ -411,7 +419,8 @@ import os, sys
 from prometheus_client.multiprocess import mark_process_dead
 from keepcover.serve.metrics import Metrics
 metrics = Metrics(10)
-metrics.sets([int(size) for size in sys.argv[2].split(",")], draws=4)
+sizes = [int(size) for size in sys.argv[2].split(",")]
+metrics.sets(sizes, draws=4, trivial=sizes.count(10))
 metrics.queue.set(int(sys.argv[1]))
 print(os.getpid(), metrics.own("draws_total"), flush=True)
 for line in sys.stdin:
@@ -538,7 +547,7 @@ def test_the_batcher_outlives_a_call_that_nobody_waits_for() -> None:
     """A client gone while its batch runs: the result is dropped, the next job is served."""
     release = threading.Event()
 
-    def predict(images: Tensor, level: tuple[float, float]) -> Tensor:
+    def predict(images: Tensor, level: tuple[float, float], groups: None) -> Tensor:
         release.wait(30)
         return images.flatten(1) > 0.5
 
@@ -570,7 +579,7 @@ def test_the_batcher_outlives_a_call_that_nobody_waits_for() -> None:
         ({"resize": "bicubic"}, "expected resize among refuse, stretch, crop, got 'bicubic'"),
         ({"token": "short"}, "at least 16 ASCII characters without spaces, got 5 characters: openssl"),
         ({"token": "x" * 15 + "é" * 5}, "at least 16 ASCII"),
-        ({"shape": (3, 0)}, "expected an image shape of positive sizes"),
+        ({"shape": (3, 0)}, "expected a shape as positive numbers"),
     ],
 )
 def test_settings_are_checked(change: dict[str, Any], match: str) -> None:

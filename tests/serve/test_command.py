@@ -67,13 +67,13 @@ def test_the_command_can_check_a_deployment(saved: Path, capsys: pytest.CaptureF
 def test_every_setting_has_an_option_and_an_environment_variable(
     saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is written wins over the environment; the token alone is no option, because others could read it."""
+    """What is written wins over the environment; token and key of tickets are no options, because others could read them."""
     (command,) = (command for path, command in cli.every_command() if path == ("serve",))
     options = {option.name: option for option in command.params}
-    names = {one.name for one in fields(Settings)} - {"token"}
+    names = {one.name for one in fields(Settings)} - {"token", "ticket_key"}
     assert names <= set(options)
     assert {options[name].envvar for name in names} == {f"KEEPCOVER_{name.upper()}" for name in names}
-    assert "token" not in options
+    assert not {"token", "ticket_key"} & set(options)
     monkeypatch.setenv("KEEPCOVER_MAX_IMAGES", "6")
     monkeypatch.setenv("KEEPCOVER_MAX_BATCH", "7")
     asked = ["serve", str(saved), "--model", "tests.serve.serving:sharp", "--check", "--max-batch", "8"]
@@ -85,7 +85,7 @@ def test_every_setting_has_an_option_and_an_environment_variable(
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        (["--shape", "3,32"], "expected a shape like 3x32x32, got '3,32'"),
+        (["--shape", "3,32"], "for instance 3x32x32, got '3,32'"),
         (["--shape", "3x4x4"], "the predictor was calibrated on images of shape (1, 4, 4)"),
         (["--token-file", "/no/such/file"], "cannot read the token from /no/such/file"),
         (["--workers", "0"], "expected at least 1 worker, got 0"),
@@ -95,7 +95,7 @@ def test_every_setting_has_an_option_and_an_environment_variable(
             ["--trusted-proxies", "*"],
             "expected --trusted-proxies as addresses or networks like 10.0.0.5,10.1.0.0/16, got '*'",
         ),
-        (["--trusted-proxies", "10.0.0.1, 0.0.0.0/0"], "got '0.0.0.0/0'; where everybody is trusted"),
+        (["--trusted-proxies", "10.0.0.1, 0.0.0.0/0"], "got '0.0.0.0/0'; if every address is trusted"),
         (["--trusted-proxies", "::/0"], "got '::/0'"),
         (["--trusted-proxies", "proxy.example"], "got 'proxy.example'"),
         (["--max-queue", "3"], "a request of 32 images never fits a queue of 3"),

@@ -91,6 +91,38 @@ def test_ten_thousand_requests_are_answered_right_and_memory_stays_flat(
     assert code == 0
 
 
+def test_monitoring_keeps_the_load(saved: Path, tmp_path: Path, rows: dict[str, Any]) -> None:
+    """One server that watches and one that does not, in turns, so that whatever else the machine does slows both. What other
+    work cannot change is asserted: the processor time of an answer.
+    """
+    switches, found = ("--monitor", "--no-monitor"), list[dict[str, dict[str, Any]]]()
+    servers = {one: start(saved, "sharp", tmp_path / one, one, "--max-queue", "256") for one in switches}
+    try:
+        for turn in range(7):
+            found.append({})
+            for switch in switches if turn % 2 else switches[::-1]:
+                server = servers[switch]
+                begin, spent = time.perf_counter(), server.cpu()
+                replies = load(server.port, 32, 60, f"turn{turn}")
+                row = summary(replies, time.perf_counter() - begin)
+                found[-1][switch] = {**row, "cpu_ms": 1000 * (server.cpu() - spent) / len(replies)}
+                assert {reply.status for reply in replies} == {200}
+                assert all((reply.json["ticket"] is None) == (switch == "--no-monitor") for reply in replies)
+    finally:
+        codes = [server.stop() for server in servers.values()]
+
+    def typical(switch: str, name: str) -> float:  # without the first turn, which warms up
+        return round(float(np.median([turn[switch][name] for turn in found[1:]])), 3)
+
+    names = ("answers_per_second", "p50_ms", "p90_ms", "p99_ms", "cpu_ms")
+    watched, plain = ({name: typical(switch, name) for name in names} for switch in switches)
+    ratios = {name: round(watched[name] / plain[name], 3) for name in ("answers_per_second", "cpu_ms")}
+    rows["monitor"] = {**watched, "without": plain, "ratios": ratios, "connections": 32, "requests": 2 * 6 * 32 * 60}
+    rows["monitor"] |= {"load_average": round(os.getloadavg()[0], 1)}
+    assert ratios["cpu_ms"] < 1.25
+    assert codes == [0, 0]
+
+
 def test_overload_is_answered_with_503_and_survived(saved: Path, tmp_path: Path, rows: dict[str, Any]) -> None:
     """Sixty-four connections at a service that has room for eight images and naps in every call."""
     server = start(saved, "slow", tmp_path / "log", "--max-queue", "8", "--max-batch", "4", "--max-images", "4")

@@ -30,7 +30,7 @@ IMAGES, CHUNKS, PASSES = 60, 18, 3  # forward passes of a chunk: 10 images, 4 dr
 
 # A model that notes every pass: who ran it, when. It can be slow, fail, or end its own process on one image.
 MODULE = """
-import os, time
+import os, time, types
 import torch
 
 class Noted(torch.nn.Module):
@@ -40,18 +40,19 @@ class Noted(torch.nn.Module):
         self.layer = torch.nn.Linear(16, 4)
 
     def forward(self, images):
-        with open(os.environ["NOTES"], "a") as notes:
-            print(os.getpid(), file=notes)
+        if len(images) > 4:  # else they are the fixed inputs by which a store knows its model
+            with open(os.environ["NOTES"], "a") as notes:
+                print(os.getpid(), file=notes)
         time.sleep(float(os.environ.get("SLEEP", "0")))
         if images.max() > 6:
-            if self.deadly:
+            if self.fate.deadly:
                 os.kill(os.getpid(), 9)
             raise RuntimeError("this image is too bright")
         return self.layer(images.flatten(1))
 
 def make(deadly=False):
     model = Noted()
-    model.deadly = deadly  # not among its weights: to the store it is the same model
+    model.fate = types.SimpleNamespace(deadly=deadly)  # no plain attribute: to the store it is the same model
     return model
 """
 
@@ -115,7 +116,8 @@ class Run:
 
     def facts(self) -> dict[str, Any]:
         code, out, err = self.end()
-        assert (code, err) == (0, ""), err
+        assert code == 0, err
+        assert all(line.startswith("smoothing") for line in err.splitlines()), err  # progress of a busy machine
         return json.loads(out)
 
 
@@ -182,7 +184,6 @@ def test_a_driver_is_killed_and_then_interrupted_and_then_done(place: Path, loca
     assert all(gone(pid) for pid in set(again.passes))
     second = {path.name: path.read_bytes() for path in chunks(run.root)}
     assert second.items() > first.items()
-    assert (next(run.root.iterdir()) / "index.json").is_file()
 
     facts = Run(place, "resumed").facts()  # by the local engine: they are of one mind
     assert (facts["reused_chunks"], facts["computed_chunks"]) == (len(second), CHUNKS - len(second))
@@ -294,7 +295,7 @@ def test_the_python_interface(place: Path, local: dict[str, bytes]) -> None:
     assert "has another model: this store is for model" in found["wrong"]
     assert "a worker cannot load the model: FileNotFoundError: no weights here" in found["absent"]
     assert "connected to Ray already" in found["address"]
-    assert "cannot be sent to workers (TypeError" in found["unsendable"]
+    assert "this model cannot be sent to workers (" in found["unsendable"]
     assert "give factory=" in found["unsendable"]
     assert (found["empty"], found["alive"]) == (0, True)
     assert "images 30 to 39, draws 0 to 3 ended 3 workers, the last with: " in found["deadly"]
@@ -330,8 +331,12 @@ run = Smoother(noted.make(), 0.25, batch_size=16, progress=False)
 store = LogitStore.open(place / "nodes", StoreKey.of(run, data, 0), chunk_images=10, chunk_draws=4, progress=False)
 
 def power_cut():
-    while len(list(store.folder.glob("images-*"))) < 4:
+    # Two chunks at a time and three passes each: the seventh pass of a worker says that its first chunk was taken.
+    passes = {}
+    while len(passes) < 2 or min(passes.values()) < 7:
         time.sleep(0.01)
+        notes = (place / "nodes.notes").read_text().split() if (place / "nodes.notes").exists() else []
+        passes = {pid: notes.count(pid) for pid in notes}
     machines.remove_node(nodes[1], allow_graceful=False)
 
 cutting = threading.Thread(target=power_cut)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from keepcover.errors import InputError
-from keepcover.store import zipped
+from keepcover.store import logits_file
 from keepcover.store.logits_file import names_in, read_arrays
 
 
 def test_arrays_that_explode_are_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros shrink to a thousandth. Up to a gigabyte that is no harm; beyond, it is no data."""
-    monkeypatch.setattr(zipped, "ALWAYS", 1 << 20)
+    monkeypatch.setattr(logits_file, "ALWAYS", 1 << 20)
     noise = np.random.default_rng(0).normal(size=(100, 8, 3)).astype(np.float32)
     np.savez_compressed(tmp_path / "small.npz", logits=np.zeros((100, 8, 3), np.float32), labels=np.zeros(100, int))
     np.savez_compressed(tmp_path / "fine.npz", logits=np.tile(noise, (20, 1, 1)), labels=np.zeros(2000, int))

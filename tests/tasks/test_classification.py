@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from keepcover.methods import Asked, Exact
 from keepcover.noise import Gaussian, Stream, Threat
 from keepcover.scores import PTT, RAPS, CustomScore, Reading
 from keepcover.tasks import Classification, PredictionSets, get_task
-from keepcover.tasks.classification import exceedances
+from keepcover.tasks.candidates import exceedances
 from keepcover.testing import check_task
 
 THREAT = Threat(Gaussian(0.25), 0.1)
@@ -25,6 +26,22 @@ GUARANTEE = Guarantee("exact", True, 0.1, THREAT, draws=4, n=100)
 
 def logits(n: int = 30, draws: int = 6, classes: int = 4, seed: int = 0) -> Tensor:
     return 2 * torch.randn(n, draws, classes, generator=torch.Generator().manual_seed(seed))
+
+
+def test_sets_for_notebooks_json_and_data_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = torch.tensor([[True, False], [True, True]]).repeat(15, 1)
+    sets = PredictionSets(mask, GUARANTEE, ("<cat>", "dog"))
+    assert json.loads(json.dumps(sets.to_dict()))["rows"][1] == {"labels": ["<cat>", "dog"], "size": 2, "trivial": True}
+    page = sets._repr_html_()
+    assert page.count("<tr>") == 21
+    assert "10 more" in page
+    assert "&lt;cat&gt;" in page
+    assert "<cat>" not in page
+    assert "With probability at least 90 %" in page
+    assert "0 prediction sets" in sets[:0]._repr_html_()
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(InputError, match="a data frame needs pandas"):  # with it: tests/test_mlflow.py
+        sets.to_pandas()
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from keepcover.data import Labelled, digits
 from keepcover.errors import InputError
 from keepcover.models import SmallCNN, load_weights
 from keepcover.models.checkpoints import weights_bytes
-from keepcover.training.base import Recipe, Trainer, augment, noisy_accuracy, train_base
+from keepcover.training.base import noisy_accuracy, train_base
+from keepcover.training.loop import Loop
+from keepcover.training.noise import NoisyLoss
+from keepcover.training.recipe import Recipe
 from keepcover.training.resume import Checkpoint
+from keepcover.training.views import Views, augment, boxes, places
 
 RECIPE = Recipe(sigma=0.25, epochs=6, batch_size=64, lr=0.05, warmup_epochs=1, pad=1, flip=False)
+RICH = replace(RECIPE, nesterov=True, copies=2, cutout=3, cutmix=0.5, average=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +42,12 @@ def train(parts: tuple[Labelled, Labelled], out: Path, recipe: Recipe = RECIPE, 
     )
 
 
+@pytest.mark.parametrize("recipe", [RECIPE, RICH], ids=["plain", "rich"])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
-    parts: tuple[Labelled, Labelled], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, parts: tuple[Labelled, Labelled], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed right after a checkpoint, resumed: the same bytes as an uninterrupted run, and no checkpoint left."""
-    whole = train(parts, tmp_path / "whole.safetensors")
+    whole = train(parts, tmp_path / "whole.safetensors", recipe)
     save = Checkpoint.save
 
     def save_and_die(self: Checkpoint, path: Path, recipe: dict[str, Any]) -> None:
@@ -49,10 +57,10 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
 
     monkeypatch.setattr(Checkpoint, "save", save_and_die)
     with pytest.raises(KeyboardInterrupt):
-        train(parts, tmp_path / "killed.safetensors", checkpoint_seconds=0.0)
+        train(parts, tmp_path / "killed.safetensors", recipe, checkpoint_seconds=0.0)
     assert [p.name for p in tmp_path.glob("killed*")] == ["killed.checkpoint.safetensors"]
     monkeypatch.setattr(Checkpoint, "save", save)
-    resumed = train(parts, tmp_path / "killed.safetensors")
+    resumed = train(parts, tmp_path / "killed.safetensors", recipe)
     assert resumed["sha256"] == whole["sha256"]
     assert (tmp_path / "killed.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
     assert not (tmp_path / "killed.checkpoint.safetensors").exists()
@@ -73,8 +81,8 @@ def test_the_card_describes_the_file(parts: tuple[Labelled, Labelled], tmp_path:
 def test_another_recipe_or_a_damaged_checkpoint_is_refused(parts: tuple[Labelled, Labelled], tmp_path: Path) -> None:
     out = tmp_path / "model.safetensors"
     other = Recipe(sigma=0.5, batch_size=64)
-    trainer = Trainer(SmallCNN(), parts[0], other, "cpu")
-    Checkpoint(trainer.state(), 1, 1.0).save(tmp_path / "model.checkpoint.safetensors", asdict(other))
+    state = NoisyLoss(SmallCNN(), Views.of(parts[0], other, "cpu")).state()
+    Checkpoint(state, 1, 80, 1.0).save(tmp_path / "model.checkpoint.safetensors", asdict(other))
     with pytest.raises(InputError, match="another recipe"):
         train(parts, out)
     (tmp_path / "model.checkpoint.safetensors").write_bytes(b"nonsense")
@@ -93,7 +101,7 @@ def test_one_flipped_bit_of_a_checkpoint_is_refused(
     out, checkpoint = tmp_path / "model.safetensors", tmp_path / "model.checkpoint.safetensors"
     belongs = {"any": "recipe"}
     state = {"weight": torch.linspace(-1, 1, 200), "step": torch.tensor(3)}
-    Checkpoint(state, 1, 1.0).save(checkpoint, belongs)
+    Checkpoint(state, 1, 2, 1.0).save(checkpoint, belongs)
     assert torch.equal(Checkpoint.load(checkpoint, belongs, state).state["weight"], state["weight"])  # type: ignore[union-attr]
     content = bytearray(checkpoint.read_bytes())
     content[place * len(content) // 1000] ^= 0x40
@@ -125,7 +133,146 @@ def test_augmented_images_are_crops_and_mirrors() -> None:
     """Every result is one of the (2 pad + 1)^2 crops of the padded image, or its mirror."""
     pixels = torch.randint(0, 256, (3, 2, 6, 6), dtype=torch.uint8)
     padded = torch.nn.functional.pad(pixels, [1] * 4)
-    images = augment(padded, torch.tensor([2, 0, 1, 2]), pad=1, flip=True)
+    images = augment(padded, torch.tensor([2, 0, 1, 2]), *places(4, (6, 6), (2, 2), True, torch.device("cpu")))
     for image, source in zip(images, padded[[2, 0, 1, 2]], strict=True):
         crops = [source[:, i : i + 6, j : j + 6].float() / 255 for i in range(3) for j in range(3)]
         assert any(torch.equal(image, c) or torch.equal(image, c.flip(-1)) for c in crops)
+
+
+def test_minutes_become_epochs_once(
+    parts: tuple[Labelled, Labelled], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The speed is measured, the number of epochs recorded; a resumed run keeps it, whatever the speed is then."""
+    save, out, timed = Checkpoint.save, tmp_path / "model.safetensors", replace(RECIPE, minutes=1.0)
+    clock = itertools.count(0.0, 0.05)  # a busy machine measures no other speed
+    monkeypatch.setattr("keepcover.training.loop.time.monotonic", lambda: next(clock))
+
+    def save_and_die(self: Checkpoint, path: Path, recipe: dict[str, Any]) -> None:
+        save(replace(self, epochs=2), path, recipe)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Checkpoint, "save", save_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        train(parts, out, timed, checkpoint_seconds=0.0)
+    monkeypatch.setattr(Checkpoint, "save", save)
+    assert train(parts, out, timed)["recipe"]["epochs"] == 2
+    assert train(parts, out, replace(timed, minutes=1e-6))["recipe"]["epochs"] == 1
+
+
+def test_a_box_is_a_rectangle_of_the_share_asked_for() -> None:
+    """Inside the image its sides have that length; at the border it is cut off; none where the share is 0."""
+    torch.manual_seed(0)
+    masks = boxes(torch.tensor([12 / 32] * 199 + [0.0]), 32, 32)[:, 0]
+    rows, columns = masks.any(dim=2).sum(dim=1), masks.any(dim=1).sum(dim=1)
+    assert torch.equal(masks.sum(dim=(1, 2)), rows * columns)
+    assert rows[:199].max() <= 13
+    assert (rows == 12).float().mean() > 0.4
+    assert rows[:199].min() >= 6
+    assert masks[199].sum() == 0
+
+
+def test_weights_are_averaged_and_batch_norm_follows(parts: tuple[Labelled, Labelled]) -> None:
+    """The weights are the exponential average of those of every step; the statistics are of these weights, without cutout."""
+    torch.manual_seed(0)
+    norm, head = nn.BatchNorm1d(64), nn.Linear(64, 10)
+    model = nn.Sequential(nn.Flatten(), norm, head)
+    recipe = replace(RECIPE, epochs=2, average=0.25, cutout=8)
+    loss = NoisyLoss(model, Views.of(parts[0], recipe, "cpu"))
+    loop = Loop(loss, recipe, len(parts[0]), "cpu", say=lambda _: None)
+    step, seen = loop.step, [head.weight.detach().clone()]
+
+    def watched() -> None:
+        step()
+        seen.append(head.weight.detach().clone())
+
+    loop.step = watched  # type: ignore[assignment]
+    loop.run(progress=False)
+    average = seen[0]
+    for done, weight in enumerate(seen[1:]):
+        average = average + max(1 / (0.25 * 18), 9 / (10 + done)) * (weight - average)
+    assert torch.allclose(head.weight, average, atol=1e-6)
+    assert not torch.allclose(head.weight, seen[-1], atol=1e-4)
+    loss.settle()
+    assert norm.momentum == 0.1
+    clean = parts[0].images.flatten(1)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    # Shifts by a pixel and noise aside, the mean of clean images; the grey squares would lift the border to a third or so.
+    assert (norm.running_mean - clean.mean(dim=0)).view(8, 8)[:, 0].abs().max() < 0.15
+    assert abs(float(norm.running_mean.mean() - clean.mean())) < 0.05
+    assert norm.running_var.min() > 0.9 * 0.25**2
+
+
+def test_a_mixed_image_has_as_much_of_its_label_as_of_its_pixels() -> None:
+    """Images of one colour each: the share that is their own is the share of pixels that kept the colour."""
+    torch.manual_seed(0)
+    recipe = replace(RECIPE, cutmix=0.5, copies=2)
+    images = torch.linspace(0, 1, 64)[:, None, None, None].expand(64, 1, 16, 16)
+    mixed, own = Views(images, None, recipe, "cpu").cut(images)
+    assert own is not None
+    assert torch.allclose(own[::2], (mixed == images).float().mean(dim=(1, 2, 3)))
+    assert torch.equal(own[::2], own[1::2])
+    assert ((mixed == images) | (mixed == images.roll(1, 0))).all()
+    assert 0.3 < (own == 1).float().mean() < 0.8
+    assert own.min() < 0.6
+
+
+def test_a_compiler_that_fails_is_done_without(
+    parts: tuple[Labelled, Labelled], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bytes as without it, and one line that says so."""
+
+    def fails(_: Any) -> Any:
+        def forward(images: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError(f"no compiler for {len(images)} images")
+
+        return forward
+
+    monkeypatch.setattr(torch, "compile", fails)
+    plain = train(parts, tmp_path / "plain.safetensors")
+    said: list[str] = []
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"architecture": "small-cnn", "progress": False, "say": said.append}
+    card = train_base(SmallCNN(), *parts, RECIPE, tmp_path / "compiled.safetensors", compile=True, **options)
+    assert card["sha256"] == plain["sha256"]
+    assert "no compiler for 64 images" in said[0]
+    assert "without the compiler" in said[0]
+
+
+def test_a_student_learns_what_its_teachers_say(parts: tuple[Labelled, Labelled], tmp_path: Path) -> None:
+    """Labels are all wrong; the teachers are right, on the mean."""
+    kept = replace(RECIPE, epochs=12, lr=0.1)
+    train(parts, tmp_path / "teacher.safetensors", kept)
+    teacher = load_weights(SmallCNN(), tmp_path / "teacher.safetensors")
+    wrong = replace(parts[0], labels=(parts[0].labels + 1) % 10)
+    recipe = replace(kept, teacher_weight=1.0)
+    torch.manual_seed(1)
+    card = train_base(
+        SmallCNN(),
+        wrong,
+        parts[1],
+        recipe,
+        tmp_path / "student.safetensors",
+        architecture="small-cnn",
+        teachers={"one": teacher, "same": teacher},
+        progress=False,
+        say=lambda _: None,
+    )
+    assert card["teachers"] == ["one", "same"]
+    assert card["top1_accuracy_one_noisy_draw_test"] > 0.5
+
+
+def test_without_labels_a_network_learns_what_it_said_without_noise(
+    parts: tuple[Labelled, Labelled], tmp_path: Path
+) -> None:
+    """A network trained on clean images, then towards itself: labels, all wrong here, are not looked at."""
+    train(parts, tmp_path / "clean.safetensors", replace(RECIPE, sigma=0.0, epochs=12, lr=0.1))
+    wrong = replace(parts[0], labels=(parts[0].labels + 1) % 10)
+    model = load_weights(SmallCNN(), tmp_path / "clean.safetensors")
+    before = noisy_accuracy(model, parts[1], 0.5, "cpu")
+    options: dict[str, Any] = {"architecture": "small-cnn", "labels": False, "progress": False, "say": lambda _: None}
+    recipe = replace(RECIPE, sigma=0.5, epochs=12)
+    card = train_base(model, wrong, parts[1], recipe, tmp_path / "own.safetensors", **options)
+    assert card["top1_accuracy_one_noisy_draw_test"] > before + 0.05
+    with pytest.raises(InputError, match="takes no teachers"):
+        train_base(model, wrong, parts[1], recipe, tmp_path / "x.safetensors", teachers={"a": model}, **options)

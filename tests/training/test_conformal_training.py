@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from keepcover.data import Labelled, digits
 from keepcover.engine.fingerprint import fingerprint
@@ -21,12 +21,14 @@ from keepcover.noise import Gaussian, Threat
 from keepcover.training import fit_under_noise
 from keepcover.training.bank import FeatureBank
 from keepcover.training.conformal import RCT, ConfTr, ExactRCT
-from keepcover.training.heads import PRESETS, HeadRecipe, train_head, train_network
-from keepcover.training.optimise import Sgd, epoch_key
+from keepcover.training.heads import HeadRecipe, train_for_sets
+from keepcover.training.optimise import AdamW, Sgd, epoch_key
+from keepcover.training.recipe import Recipe
 from keepcover.training.resume import Checkpoint
-from keepcover.training.run import ConformalRequest, matched_rule, train_conformal
+from keepcover.training.run import PRESETS, ConformalRequest, matched_rule, train_conformal
+from keepcover.training.views import Views
 
-QUICK = HeadRecipe(epochs=3, batch_size=100)
+QUICK = HeadRecipe(0.25, epochs=3, batch_size=100, pad=0, flip=False)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def model(data: Labelled) -> SmallCNN:
 
 @pytest.fixture(scope="module")
 def bank(model: SmallCNN, data: Labelled) -> FeatureBank:
-    return FeatureBank.build(model, data, 0.25, views=2, copies=8, pad=0, flip=False, progress=False)
+    return FeatureBank.build(model, data, QUICK, views=2, progress=False)
 
 
 def changed(before: nn.Module, after: nn.Module) -> set[str]:
@@ -55,24 +57,27 @@ def changed(before: nn.Module, after: nn.Module) -> set[str]:
 # -- the optimiser -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_sgd_is_torchs_sgd(nesterov: bool) -> None:
-    """Ten steps at changing rates, with momentum and weight decay: the same parameters."""
+@pytest.mark.parametrize("nesterov", [False, True, None])
+def test_optimisers_are_torchs(nesterov: bool | None) -> None:
+    """Ten steps at changing rates, with momentum and weight decay: the same parameters. None is AdamW."""
     generator = torch.Generator().manual_seed(0)
     ours = [torch.randn(3, 4, generator=generator), torch.randn(4, generator=generator)]
     theirs = [nn.Parameter(value.clone()) for value in ours]
-    sgd = Sgd(ours, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
-    reference = torch.optim.SGD(theirs, lr=1.0, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
+    if nesterov is None:
+        mine, reference = AdamW(ours, weight_decay=0.01), torch.optim.AdamW(theirs, lr=1.0, weight_decay=0.01)
+    else:
+        mine = Sgd(ours, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
+        reference = torch.optim.SGD(theirs, lr=1.0, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
     for step in range(10):
         gradients = [torch.randn(value.shape, generator=generator) for value in ours]
-        sgd.lr.fill_(0.1 / (step + 1))
-        sgd.step(gradients)
+        mine.lr.fill_(0.1 / (step + 1))
+        mine.step(gradients)
         reference.param_groups[0]["lr"] = 0.1 / (step + 1)
         for parameter, gradient in zip(theirs, gradients, strict=True):
             parameter.grad = gradient
         reference.step()
-    for mine, other in zip(ours, theirs, strict=True):
-        assert torch.allclose(mine, other.detach(), rtol=1e-5, atol=1e-6)
+    for value, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(value, other.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_epochs_have_their_own_seeds() -> None:
@@ -136,7 +141,7 @@ def test_a_head_comes_back_and_only_over_its_own_backbone(model: SmallCNN, tmp_p
 def test_the_bank_holds_the_backbones_features(data: Labelled, model: SmallCNN) -> None:
     """Without noise and crops every view and copy is the feature vector itself, to half precision."""
     few = data[:20]
-    bank = FeatureBank.build(model, few, 0.0, views=2, copies=2, pad=0, flip=False, progress=False)
+    bank = FeatureBank.build(model, few, Recipe(0.0, copies=2, pad=0, flip=False), views=2, progress=False)
     with torch.no_grad():
         features = backbone(model)((few.images * 255).round() / 255)
     assert bank.features.shape == (20, 2, 2, 128)
@@ -147,14 +152,17 @@ def test_the_bank_holds_the_backbones_features(data: Labelled, model: SmallCNN) 
 
 def test_copies_of_a_view_share_its_crop_and_nothing_else(data: Labelled, model: SmallCNN) -> None:
     """Without noise the copies of a view agree and views differ; with noise copies differ."""
-    build = {"views": 3, "copies": 2, "pad": 2, "flip": True, "progress": False}
-    clean = FeatureBank.build(model, data[:50], 0.0, **build).features
+
+    def features(sigma: float, seed: int = 0) -> Tensor:
+        recipe = Recipe(sigma, copies=2, pad=2, seed=seed)
+        return FeatureBank.build(model, data[:50], recipe, views=3, progress=False).features
+
+    clean, noisy = features(0.0), features(0.25)
     assert torch.equal(clean[:, :, 0], clean[:, :, 1])
     assert not torch.equal(clean[:, 0], clean[:, 1])
-    noisy = FeatureBank.build(model, data[:50], 0.25, **build).features
     assert not torch.equal(noisy[:, :, 0], noisy[:, :, 1])
-    assert torch.equal(noisy, FeatureBank.build(model, data[:50], 0.25, **build).features)
-    assert not torch.equal(noisy, FeatureBank.build(model, data[:50], 0.25, **build, seed=1).features)
+    assert torch.equal(noisy, features(0.25))
+    assert not torch.equal(noisy, features(0.25, seed=1))
 
 
 def test_a_pick_takes_copies_of_one_view() -> None:
@@ -179,12 +187,10 @@ def test_a_pick_takes_copies_of_one_view() -> None:
         bank.pick(torch.tensor([0]), 5)
 
 
-@pytest.mark.parametrize(("views", "copies"), [(0, 1), (1, 0)])
-def test_an_empty_bank_is_refused(views: int, copies: int, data: Labelled, model: SmallCNN) -> None:
-    with pytest.raises(InputError, match="at least 1 view"):
-        FeatureBank.build(model, data, 0.25, views=views, copies=copies, progress=False)
-    with pytest.raises(InputError, match="at least 1 image"):
-        FeatureBank.build(model, data[:0], 0.25, progress=False)
+def test_an_empty_bank_is_refused(data: Labelled, model: SmallCNN) -> None:
+    for views, images in ((0, data), (1, data[:0])):
+        with pytest.raises(InputError, match=rf"at least 1 view of at least 1 image, got {views} of {len(images)}"):
+            FeatureBank.build(model, images, Recipe(0.25), views=views, progress=False)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -192,8 +198,8 @@ def test_an_empty_bank_is_refused(views: int, copies: int, data: Labelled, model
 
 def test_only_the_head_is_trained_and_sets_shrink(model: SmallCNN, bank: FeatureBank) -> None:
     log: list[dict[str, float]] = []
-    recipe = HeadRecipe(epochs=40, batch_size=200, lr=0.01, seed=1)
-    trained = train_head(model, bank, RCT(r=0.5), recipe, log=log.append, progress=False)
+    recipe = replace(QUICK, epochs=40, batch_size=200, lr=0.01, seed=1)
+    trained = train_for_sets(model, bank, RCT(r=0.5), recipe, log=log.append, progress=False)
     assert changed(model, trained) == {"head.weight", "head.bias"}
     assert log[-1]["hard_size"] < log[0]["hard_size"] - 1
     assert [entry["epoch"] for entry in log] == list(range(1, 41))
@@ -203,20 +209,20 @@ def test_the_seed_decides_and_the_global_generator_is_left_alone(model: SmallCNN
     torch.manual_seed(5)
     wanted = torch.rand(3)
     torch.manual_seed(5)
-    one = train_head(model, bank, RCT(), QUICK, progress=False)
+    one = train_for_sets(model, bank, RCT(), QUICK, progress=False)
     assert torch.equal(torch.rand(3), wanted)
-    same = train_head(model, bank, RCT(), QUICK, progress=False)
-    other = train_head(model, bank, RCT(), replace(QUICK, seed=1), progress=False)
+    same = train_for_sets(model, bank, RCT(), QUICK, progress=False)
+    other = train_for_sets(model, bank, RCT(), replace(QUICK, seed=1), progress=False)
     assert changed(one, same) == set()
     assert changed(one, other) == {"head.weight", "head.bias"}
 
 
 def test_whole_networks_train_and_frozen_ones_do_not(model: SmallCNN, data: Labelled) -> None:
-    options: dict[str, Any] = {"pad": 0, "flip": False, "progress": False}
-    whole = train_network(model, data, 0.25, RCT(), QUICK, **options)
+    views = Views.of(data, QUICK, "cpu")
+    whole = train_for_sets(model, views, RCT(), QUICK, whole=True, progress=False)
     constants = {"normalize.mean", "normalize.std"}
     assert changed(model, whole) == set(model.state_dict()) - constants
-    last = train_network(model, data, 0.25, RCT(), QUICK, whole=False, **options)
+    last = train_for_sets(model, views, RCT(), QUICK, progress=False)
     assert changed(model, last) == {"head.weight", "head.bias"}
 
 
@@ -224,7 +230,7 @@ def test_batch_norm_stays_as_it_was(data: Labelled) -> None:
     """Statistics of the frozen backbone do not move, even when all its weights are trained."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
-    trained = train_network(net, data, 0.25, RCT(), QUICK, pad=0, flip=False, progress=False)
+    trained = train_for_sets(net, Views.of(data, QUICK, "cpu"), RCT(), QUICK, whole=True, progress=False)
     names = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     assert not changed(net, trained) & names
     assert "1.weight" in changed(net, trained)
@@ -232,31 +238,28 @@ def test_batch_norm_stays_as_it_was(data: Labelled) -> None:
 
 def test_a_bank_agrees_with_fresh_noise(model: SmallCNN, data: Labelled) -> None:
     """Final soft sizes of banked and fresh training differ by less than training seeds do."""
-    recipe = HeadRecipe(epochs=30, batch_size=150, lr=0.01, reset=False)
-    big = FeatureBank.build(model, data, 0.25, views=1, copies=32, pad=0, flip=False, progress=False)
-    held = FeatureBank.build(model, data, 0.25, views=1, copies=8, pad=0, flip=False, seed=9, progress=False)
+    recipe = replace(QUICK, epochs=30, batch_size=150, lr=0.01, reset=False)
+    big = FeatureBank.build(model, data, replace(recipe, copies=32), views=1, progress=False)
+    held = FeatureBank.build(model, data, replace(recipe, seed=9), views=1, progress=False)
+    fresh = Views.of(data, recipe, "cpu")
 
-    def size(log: list[dict[str, float]]) -> float:
+    def size(source: Any, validation: Any, seed: int = 0) -> float:
+        log: list[dict[str, float]] = []
+        options: dict[str, Any] = {"validation": validation, "log": log.append, "progress": False}
+        train_for_sets(model, source, RCT(), replace(recipe, seed=seed), **options)
         return sum(entry["soft_size"] for entry in log[-5:]) / 5
 
-    banked = []
-    for seed in range(3):
-        log: list[dict[str, float]] = []
-        train_head(model, big, RCT(), replace(recipe, seed=seed), validation=held, log=log.append, progress=False)
-        banked.append(size(log))
-    log = []
-    options: dict[str, Any] = {"whole": False, "pad": 0, "flip": False, "progress": False}
-    train_network(model, data, 0.25, RCT(), recipe, validation=data, log=log.append, **options)
-    assert min(banked) - 0.15 < size(log) < max(banked) + 0.15
+    banked = [size(big, held, seed) for seed in range(3)]
+    assert min(banked) - 0.15 < size(fresh, fresh) < max(banked) + 0.15
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     model: SmallCNN, bank: FeatureBank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = replace(QUICK, epochs=6)
-    wanted = train_head(model, bank, RCT(), recipe, progress=False)
+    wanted = train_for_sets(model, bank, RCT(), recipe, progress=False)
     clock = iter(range(0, 10**6, 11))  # every epoch finds the checkpoint old
-    monkeypatch.setattr("keepcover.training.heads.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("keepcover.training.loop.time.monotonic", lambda: float(next(clock)))
     save, path = Checkpoint.save, tmp_path / "head.checkpoint.safetensors"
 
     def save_and_die(self: Checkpoint, where: Path, facts: dict[str, Any]) -> None:
@@ -266,10 +269,10 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
 
     monkeypatch.setattr(Checkpoint, "save", save_and_die)
     with pytest.raises(KeyboardInterrupt):
-        train_head(model, bank, RCT(), recipe, checkpoint=path, progress=False)
+        train_for_sets(model, bank, RCT(), recipe, checkpoint=path, progress=False)
     monkeypatch.setattr(Checkpoint, "save", save)
     seen: list[dict[str, float]] = []
-    resumed = train_head(model, bank, RCT(), recipe, checkpoint=path, log=seen.append, progress=False)
+    resumed = train_for_sets(model, bank, RCT(), recipe, checkpoint=path, log=seen.append, progress=False)
     assert [entry["epoch"] for entry in seen] == [5, 6]
     assert changed(wanted, resumed) == set()
     assert not path.exists()
@@ -279,30 +282,29 @@ def test_a_checkpoint_of_another_run_is_refused(model: SmallCNN, bank: FeatureBa
     path = tmp_path / "head.checkpoint.safetensors"
     _, head = last_linear(model)
     state = {f"parameter.{i}": value for i, value in enumerate(head.parameters())}
-    Checkpoint(state, 1, 0.0).save(path, {**asdict(QUICK), "loss": "RCT", **asdict(RCT())})
+    Checkpoint(state, 1, 2, 0.0).save(path, {**asdict(QUICK), "loss": "RCT", **asdict(RCT())})
     with pytest.raises(InputError, match="another recipe"):
-        train_head(model, bank, RCT(r=0.25), QUICK, checkpoint=path, progress=False)
+        train_for_sets(model, bank, RCT(r=0.25), QUICK, checkpoint=path, progress=False)
     with pytest.raises(InputError, match="another architecture"):
-        train_head(model, bank, RCT(), QUICK, checkpoint=path, progress=False)
+        train_for_sets(model, bank, RCT(), QUICK, checkpoint=path, progress=False)
 
 
 def test_divergence_is_said(model: SmallCNN, bank: FeatureBank) -> None:
     with pytest.raises(InputError, match="diverged"):
-        train_head(model, bank, ConfTr(log=False), replace(QUICK, lr=1e30, epochs=8), progress=False)
+        train_for_sets(model, bank, ConfTr(log=False), replace(QUICK, lr=1e30, epochs=8), progress=False)
 
 
 def test_presets_are_the_papers() -> None:
-    """Appendix C: batch, rate, temperature, lambda, kappa, milestones."""
+    """Appendix C: batch, rate, temperature, lambda, free size."""
     ten, hundred = PRESETS["cifar10"], PRESETS["cifar100"]
     assert (ten.recipe.batch_size, ten.recipe.lr) == (500, 0.05)
-    assert (ten.temperature, ten.size_weight, ten.kappa) == (0.1, 1.0, 1.0)
+    assert (ten.temperature, ten.size_weight, ten.free_size) == (0.1, 1.0, 1.0)
     assert (hundred.recipe.batch_size, hundred.recipe.lr) == (100, 0.005)
-    assert (hundred.temperature, hundred.size_weight, hundred.kappa) == (1.0, 0.01, 1.0)
+    assert (hundred.temperature, hundred.size_weight, hundred.free_size) == (1.0, 0.01, 1.0)
     assert ten.recipe == replace(hundred.recipe, batch_size=500, lr=0.05)
     assert (ten.recipe.epochs, ten.recipe.momentum, ten.recipe.weight_decay, ten.recipe.copies) == (150, 0.9, 5e-4, 8)
-    assert ten.recipe.milestones == [60, 90, 120]
-    with pytest.raises(InputError, match="conftr and rct"):
-        ten.loss("magic", 0.5)
+    rates = [ten.recipe.learning_rate(epoch, 1) for epoch in range(150)]
+    assert [epoch for epoch in range(1, 150) if rates[epoch] < rates[epoch - 1]] == [60, 90, 120]
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------------
@@ -343,8 +345,8 @@ def test_a_run_writes_weights_and_card(
 
 
 def test_conftr_sees_no_noise_and_no_attack() -> None:
-    conftr, rct = request("conftr"), request("rct")
-    assert (conftr.noise, conftr.copies, rct.noise, rct.copies) == (0.0, 1, 0.25, 8)
+    conftr, rct = request("conftr").settings, request("rct").settings
+    assert (conftr.sigma, conftr.copies, rct.sigma, rct.copies) == (0.0, 1, 0.25, 8)
 
 
 def test_the_matched_rule_is_certified(model: SmallCNN, bank: FeatureBank) -> None:
@@ -354,14 +356,14 @@ def test_the_matched_rule_is_certified(model: SmallCNN, bank: FeatureBank) -> No
     assert isinstance(loss, ExactRCT)
     assert (rule.name, rule.asked.draws, rule.asked.alpha) == ("exact", 8, 0.1)
     assert rule.asked.threat == Threat(Gaussian(asked.sigma), asked.epsilon)
-    assert (loss.c, loss.kappa_count, loss.level) == (rule.c, rule.kappa, rule.level)
+    assert (loss.c, loss.kappa, loss.level) == (rule.c, rule.kappa, rule.level)
     assert 0 < loss.level < 0.1
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"kind": "magic"}, "rct, conftr or exact"),
+        ({"kind": "magic"}, "rct, conftr, exact"),
         ({"preset": "mnist"}, "preset among cifar10, cifar100"),
         ({"sigma": 0.0}, "sigma > 0"),
         ({"epsilon": -0.1}, "epsilon >= 0"),
@@ -408,7 +410,7 @@ def test_a_killed_run_does_not_go_on_over_other_weights_or_data(
     model: SmallCNN, data: Labelled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 10**6, 11))
-    monkeypatch.setattr("keepcover.training.heads.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("keepcover.training.loop.time.monotonic", lambda: float(next(clock)))
     save, out = Checkpoint.save, tmp_path / "head.safetensors"
 
     def save_and_die(self: Checkpoint, where: Path, facts: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from keepcover.errors import InputError
 from keepcover.training.conformal import RCT, ConfTr, ExactRCT
-from keepcover.training.soft import isotonic, soft_quantile, soft_rank, soft_sort
+from keepcover.training.soft import isotonic, soft_quantile, soft_sort
 
 vectors = st.lists(st.floats(-5, 5, allow_nan=False, width=32), min_size=1, max_size=24)
 
@@ -53,14 +53,12 @@ def test_strength_to_zero_is_the_hard_sort_and_large_is_the_mean() -> None:
     theta = torch.randn(50, dtype=torch.float64)
     assert torch.allclose(soft_sort(theta, 1e-3), theta.sort().values, atol=1e-9)
     assert torch.allclose(soft_sort(theta, 1e6), theta.mean().expand(50), atol=1e-3)
-    assert torch.allclose(soft_rank(theta, 1e-4), (theta.argsort().argsort() + 1).double(), atol=1e-6)
 
 
 @pytest.mark.parametrize("strength", [0.1, 1.0, 10.0])
 def test_gradients_match_finite_differences(strength: float) -> None:
     theta = torch.randn(9, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda t: soft_sort(t, strength), (theta,), eps=1e-7, atol=1e-5)
-    assert torch.autograd.gradcheck(lambda t: soft_rank(t, strength), (theta,), eps=1e-7, atol=1e-5)
     assert torch.autograd.gradcheck(lambda t: soft_quantile(t, 0.8, strength), (theta,), eps=1e-7, atol=1e-5)
 
 
@@ -108,7 +106,7 @@ def test_rct_is_its_formula() -> None:
 
 def test_conftr_is_rct_without_noise_attack_and_probit() -> None:
     logits, labels = batch(1)
-    loss = ConfTr(strength=1e-4)(logits[:, 0], labels)
+    loss = ConfTr(strength=1e-4)(logits, labels)
     scores = -logits[:, 0].log_softmax(-1)
     own = scores[:20].gather(1, labels[:20, None])[:, 0].sort().values
     tau = own[17] + 0.9 * (own[18] - own[17])
@@ -119,7 +117,7 @@ def test_conftr_is_rct_without_noise_attack_and_probit() -> None:
 
 def test_exact_loss_thresholds_order_statistics() -> None:
     logits, labels = batch(8)
-    loss = ExactRCT(c=1, kappa_count=3, level=0.2, strength=1e-4)(logits, labels)
+    loss = ExactRCT(c=1, kappa=3, level=0.2, strength=1e-4)(logits, labels)
     from keepcover.scores.scores import log_odds
 
     ordered = log_odds(logits).transpose(1, 2).sort(dim=-1, descending=True).values
@@ -150,6 +148,6 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(InputError, match="strength > 0"):
         soft_sort(torch.zeros(3), 0.0)
     with pytest.raises(InputError, match="at least 2 examples"):
-        ConfTr()(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64))
+        ConfTr()(torch.zeros(1, 1, 3), torch.zeros(1, dtype=torch.int64))
     with pytest.raises(InputError, match="below the 8 noisy copies"):
         ExactRCT(c=8)(*batch(8))

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -90,7 +91,7 @@ def test_base_prints_the_card_it_writes(tmp_path: Path, capsys: pytest.CaptureFi
     assert card == card_of(out)
     assert sorted(path.name for path in out.parent.iterdir()) == ["model.json", "model.safetensors"]
     assert (card["architecture"], card["dataset"], card["sigma"]) == ("small-cnn", "digits", 0.25)
-    asked = {"epochs": 2, "lr": 0.05, "seed": 3, "batch_size": 256, "warmup_epochs": 1, "pad": 1, "flip": False}
+    asked = {"epochs": 2, "lr": 0.05, "seed": 3, "batch_size": 256, "pad": 1, "flip": False}
     assert asked.items() <= card["recipe"].items()  # digits are shifted by an eighth, never mirrored
     model = load_weights(SmallCNN(), out)
     _, test = load_parts("digits", seed=3)
@@ -108,7 +109,7 @@ def test_base_learns_and_says_so(base: Path, tmp_path: Path, capsys: pytest.Capt
     assert code == 0
     tuned = card_of(out)["top1_accuracy_one_noisy_draw_test"]
     assert abs(tuned - accuracy) < 0.1
-    assert f"noisy accuracy {tuned:.4f} at sigma 0.25 on 180 images" in text
+    assert f"noisy accuracy {tuned:.4f} under Gaussian noise sigma 0.25 on 180 images of digits" in text
     assert str(out) in text
     assert str(out.with_suffix(".json")) in text
     assert "epoch 1/1" in err
@@ -169,6 +170,21 @@ def test_the_whole_network_can_be_trained(base: Path, tmp_path: Path, capsys: py
     before, after = load_file(base), load_file(out)
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_base_without_labels(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of images alone, judged by what the network said; labelled data, judged by their labels; any noise by its name."""
+    images, out = tmp_path / "images.npz", tmp_path / "own.safetensors"
+    np.savez(images, images=load_parts("digits")[0].images.numpy())
+    words = ["train", "base", "--no-labels", "--weights", base, "--epochs", "3", "--batch-size", "64", "--out", out]
+    card = as_json(capsys, *words, "--data", images, "--classes", "10", "--sigma", "0.5")
+    assert card["dataset"] == "images, by the network's own word"
+    assert card["teachers"] == ["itself, without noise"]
+    assert card["top1_accuracy_one_noisy_draw_test"] > 0.3
+    card = as_json(capsys, *words, "--noise", "gaussian:0.25")
+    assert (card["dataset"], card["recipe"]["noise"]) == ("digits", "gaussian:0.25")
+    assert "give --weights and --classes" in refused(capsys, *words, "--data", images, "--sigma", "0.5")
+    assert "--sigma" in refused(capsys, *words)
 
 
 # -- kill -9 -----------------------------------------------------------------------------------------------------------
@@ -331,7 +347,7 @@ def test_bad_input_to_base_is_refused(
         (["--alpha", "1"], ["alpha in (0, 1)"]),
         (["--preset", "mnist"], ["preset among cifar10, cifar100", "mnist"]),
         (["--epochs", "0"], ["epochs >= 1"]),
-        (["--lr", "inf"], ["finite lr"]),
+        (["--lr", "inf"], ["lr > 0", "finite"]),
         (["--batch-size", "2000"], ["one batch of 2000", "got 648"]),
         (["--views", "0"], ["at least 1 view"]),
         (["--pad", "-1"], ["0 pixels or more"]),

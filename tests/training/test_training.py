@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from keepcover.errors import InputError, KeepcoverWarning
+from keepcover.models.denoiser import Denoiser, denoised
+from keepcover.noise import Bands, Gaussian, Noise, RandomBands, Uniform
 from keepcover.training import fit_under_noise
-from keepcover.training.base import padded_bytes
+from keepcover.training.views import padded_bytes
 from tests.toys import toy
 
 
@@ -72,12 +75,48 @@ def test_the_inputs_are_not_written_to() -> None:
 
 
 def test_every_step_is_reported() -> None:
-    """epochs x batches steps, the last batch being whatever is left."""
+    """epochs x batches steps; batches have one size, at most the one asked for."""
     reports: list[tuple[int, int]] = []
     fit_under_noise(
         fresh(), *toy(50), 0.1, epochs=3, batch_size=20, progress=lambda done, total: reports.append((done, total))
     )
     assert reports == [(step, 9) for step in range(1, 10)]
+
+
+def test_without_labels_a_network_keeps_what_it_said() -> None:
+    """It is trained on clean images first. Labels are not needed, and the frozen copy is not trained."""
+    images, test = toy(300, seed=1)[0], toy(300, seed=2)
+    model = train(sigma=0.0, epochs=30, lr=0.05)
+    said = model(test[0]).argmax(dim=1)
+    before = noisy_loss(model, (test[0], said), 0.3)
+    fit_under_noise(model, images, sigma=0.3, epochs=30, lr=0.02, progress=False)
+    assert noisy_loss(model, (test[0], said), 0.3) < 0.8 * before
+    assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("noise", [Bands(2), RandomBands(2), Uniform(0.5)], ids=str)
+def test_any_noise_trains_through_its_seam(noise: Noise) -> None:
+    """What the network sees is the noise's own, and new in every step; sigma and noise exclude each other."""
+    seen: list[Tensor] = []
+
+    class Watched(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            seen.append(input.detach()[:, 0, 0])
+            return super().forward(input.nan_to_num(0.0))
+
+    images, labels = torch.ones(64, 1, 4, 4), torch.zeros(64, dtype=torch.int64)
+    model = Watched(nn.Flatten(), nn.Linear(16, 2))
+    fit_under_noise(model, images, labels, noise=noise, epochs=4, progress=False)
+    rows = torch.cat(seen)
+    if noise.hides:
+        assert (rows.isnan().sum(dim=1) == 2).all()
+        assert len({tuple(row) for row in rows.isnan().tolist()}) == 4
+    else:
+        assert 0.45 < (rows - 1).abs().max() <= 0.5
+    assert len({str(batch) for batch in seen[1:]}) == 4
+    for both in ({}, {"sigma": 0.1, "noise": noise}):
+        with pytest.raises(InputError, match="one of the two"):
+            fit_under_noise(model, images, labels, **both)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +129,48 @@ def test_every_step_is_reported() -> None:
         ({"batch_size": 0}, "batch size"),
         ({"sigma": -0.1}, "sigma"),
         ({"sigma": float("nan")}, "sigma"),
+        ({"labels": ["cat"] * 20}, "such as integer class labels, got 'cat'"),
+        ({"labels": toy(20)[1] + 3}, "expected labels between 0 and 3 .the model has 4 outputs., got 3 to 6"),
+        ({"labels": toy(20)[1].float()}, "expected integer class labels, got dtype torch.float32"),
+        ({"model": lambda images: images}, "expected a torch module to train, got function"),
+        ({"model": nn.RNN(4, 4)}, r"RNN cannot take images of shape \(1, 4, 4\) .*number of channels"),
+        (
+            {"model": nn.Sequential(nn.Flatten(), nn.LSTM(16, 4))},
+            "expected logits .*, got tuple from Sequential; wrap it",
+        ),
     ],
 )
 def test_bad_input_is_refused(changes: dict[str, Any], match: str) -> None:
     images, labels = toy(20)
-    request = {"images": images, "labels": labels, "sigma": 0.1, "progress": False, **changes}
+    request = {"model": fresh(), "images": images, "labels": labels, "sigma": 0.1, "progress": False, **changes}
     with pytest.raises(InputError, match=match):
-        fit_under_noise(fresh(), **request)
+        inspect.unwrap(fit_under_noise)(**request)  # without the types that tests alone check
+
+
+class Inverting(Denoiser):
+    """One that does harm: it turns light into dark."""
+
+    def __init__(self) -> None:
+        super().__init__(channels=1, widths=(4, 4, 4, 4), blocks=(1, 1, 1, 1))
+
+    def forward(self, images: Tensor, sigma: Tensor | float) -> Tensor:
+        return 1 - images + 0 * super().forward(images, sigma)
+
+
+def test_a_denoised_model_learns_what_its_classifier_said() -> None:
+    """The line that keepcover.check recommends runs for it too. The teacher sees images as they are, or it would learn nothing."""
+    images, labels = toy(300, seed=1)
+    options: dict[str, Any] = {"epochs": 25, "lr": 0.2, "progress": False}
+    linear = fit_under_noise(nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), images, labels, 0.0, **options)
+    model = denoised(linear, Inverting())
+
+    def right(one: nn.Module) -> float:
+        return float((one(toy(300, seed=2)[0]).argmax(1) == toy(300, seed=2)[1]).double().mean())
+
+    assert right(model.under_noise(Gaussian(0.1))) < 0.4 < 0.8 < right(model.under_noise(Gaussian(0.0)))
+    tuned = fit_under_noise(model, images.numpy(), sigma=0.1, **options)
+    assert tuned.sigma == 0.1
+    assert right(tuned) > 0.8
 
 
 def test_pixels_that_are_not_in_units_of_sigma_are_warned_of() -> None:
