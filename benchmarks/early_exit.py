@@ -28,7 +28,7 @@ def _digits(options: Options) -> tuple[nn.Module, Parts, str]:
     train, known, test = data.split(900, 600, -1)
     torch.manual_seed(0)
     model = fit_under_noise(
-        SmallCNN(width=options.pick(16, 64)), *train.pair, sigma=SIGMA, epochs=options.pick(2, 30), progress=False
+        SmallCNN(width=options.pick(16, 64)), *train.pair, sigma=SIGMA, epochs=options.pick(8, 30), progress=False
     )
     return model.to(options.device), (known.pair, test.images), "digits"
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from benchmarks.material import EPSILON, HOLDOUT, SIGMA, FourScores, logits_like_a_network
 from benchmarks.score_statistics import reduced
-from benchmarks.timing import Options, Row, goal, grown, seconds
+from benchmarks.timing import Options, Row, alone, goal, grown, seconds
 from keepcover.engine.smoother import Smoother
 from keepcover.evaluation import Network, evaluate
 from keepcover.noise import Stream
@@ -71,9 +71,8 @@ def _time(options: Options) -> list[Row]:
                 work = build(size["n"], size["N"], size["K"])
                 work()
                 points[value] = [seconds(work) for _ in range(options.pick(1, 3))]
-            row = grown(
-                f"{what}, growth with {variable}", variable, points, {k: v for k, v in middle.items() if k != variable}
-            )
+            others = {k: v for k, v in middle.items() if k != variable}
+            row = grown(f"{what}, growth with {variable}", variable, points, others)
             rows.append(row if options.quick else goal(row, at_most=most[variable], of="exponent"))
     return rows
 
@@ -81,14 +80,8 @@ def _time(options: Options) -> list[Row]:
 def peak_bytes(n: int, draws: int, classes: int, holdout: int) -> int:
     """Peak resident memory of a fresh process that does one streaming evaluation."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.growth", *map(str, (n, draws, classes, holdout))],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment,
-    )
-    return int(done.stdout)
+    command = [sys.executable, "-m", "benchmarks.growth", *map(str, (n, draws, classes, holdout))]
+    return int(subprocess.check_output(command, text=True, env=environment))
 
 
 def evaluate_once(n: int, draws: int, classes: int, holdout: int) -> int:
@@ -104,15 +97,8 @@ def peak_memory() -> int:
     """Bytes of this process at most. Linux begins ``ru_maxrss`` with what the parent had, so there its own record is read."""
     status = Path("/proc/self/status")
     if status.exists():
-        return 1024 * int(
-            next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:")).split()[1]
-        )
+        return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _row(name: str, sizes: dict[str, Any], took: float, **more: Any) -> Row:
-    nothing: dict[str, Any] = {"baseline": None, "baseline_seconds": None, "ratio": None, "spread": None}
-    return {"name": name, "seconds": took, **nothing, "sizes": sizes, **more}
 
 
 def _timed_peak(n: int, draws: int, classes: int, holdout: int) -> tuple[int, float]:
@@ -126,15 +112,10 @@ def _flat(options: Options) -> Row:
     draws, classes, holdout = options.pick((8, 10, 64), (64, 100, 500))
     found = {n: _timed_peak(n, draws, classes, holdout) for n in many}
     slope = np.polyfit(list(found), [peak for peak, _ in found.values()], 1)[0]
-    return _row(
-        "streaming evaluation, peak memory",
-        {"draws": draws, "classes": classes, "holdout": holdout, "images": list(found)},
-        found[max(found)][1],
-        peaks=[[f"{n} images", peak] for n, (peak, _) in found.items()],
-        bytes_per_image=float(slope),
-        kept_per_image=KEPT * classes,
-        logits_per_image=4 * draws * classes,
-    )
+    sizes = {"draws": draws, "classes": classes, "holdout": holdout, "images": list(found)}
+    each = {"bytes_per_image": float(slope), "kept_per_image": KEPT * classes, "logits_per_image": 4 * draws * classes}
+    peaks = [[f"{n} images", peak] for n, (peak, _) in found.items()]
+    return alone("streaming evaluation, peak memory", [found[max(found)][1]], sizes, peaks=peaks, **each)
 
 
 def _imagenet() -> Row:
@@ -147,13 +128,8 @@ def _imagenet() -> Row:
     slice_, took = _timed_peak(1280, draws, classes, HOLDOUT)
     few, many = (peak_bytes(n, 4, classes, HOLDOUT) for n in (1280, images))
     peaks = [[f"1280 images, {draws} draws", slice_], ["1280, 4", few], [f"{images}, 4", many]]
-    row = _row(
-        "streaming ImageNet, peak memory",
-        {**IMAGENET, "holdout": HOLDOUT},
-        took,
-        peaks=peaks,
-        predicted_GB=(slice_ + many - few) / 1e9,
-    )
+    found = {"peaks": peaks, "predicted_GB": (slice_ + many - few) / 1e9}
+    row = alone("streaming ImageNet, peak memory", [took], {**IMAGENET, "holdout": HOLDOUT}, **found)
     return goal(row, at_most=4, of="predicted_GB")
 
 

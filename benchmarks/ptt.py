@@ -27,15 +27,7 @@ def measure(options: Options) -> dict[str, Any]:
     times = in_turn(sides, options.repeats, options.device)
     sizes = {"images": images, "draws": draws, "classes": 10, "holdout": HOLDOUT, "depth": options.pick(8, 20, 110)}
     name, other = "HPS and APS, plain and after PTT", "HPS and APS, plain"
-    return {
-        "rows": [
-            beside(f"smoothing, {name}", times["ptt"], other, times["plain"], sizes, paper="about 1.1"),
-            beside(
-                f"without the network, {name}",
-                times["ptt, alone"],
-                other,
-                times["plain, alone"],
-                {**sizes, "images": len(logits)},
-            ),
-        ]
-    }
+    whole = beside(f"smoothing, {name}", times["ptt"], other, times["plain"], sizes, paper="about 1.1")
+    sizes = {**sizes, "images": len(logits)}
+    alone = beside(f"without the network, {name}", times["ptt, alone"], other, times["plain, alone"], sizes)
+    return {"rows": [whole, alone]}

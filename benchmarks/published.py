@@ -176,9 +176,8 @@ _task: _Task | None = None  # of the other process
 def _prepare(options: Options, holdout: Mapping[str, list[float]], draws: int, images: int) -> None:
     global _task
     pipeline, data = rendered(network(options), holdout, options.device), cifar10(options, images)[0]
-    _task = _Task(
-        pipeline, data, np.random.default_rng(0).random(images), pipeline.logits(data, range(images), draws), draws
-    )
+    logits = pipeline.logits(data, range(images), draws)
+    _task = _Task(pipeline, data, np.random.default_rng(0).random(images), logits, draws)
 
 
 def _do(what: str, *arguments: Any) -> None:
@@ -194,25 +193,14 @@ def _predictor(options: Options, engine: Smoother, draws: int, **more: Any) -> t
     images, labels, source = cifar10(options, held + points + many)
     if options.data is None:  # the network's own opinion: a predictor needs labels that it can predict
         with torch.inference_mode():
-            labels = torch.cat(
-                [engine.model(part.to(options.device)).argmax(dim=1).cpu() for part in images.split(256)]
-            )
-    (holdout, calibration, test), (held_labels, known, truth) = (
-        part.split([held, points, many]) for part in (images, labels)
-    )
+            said = [engine.model(part.to(options.device)).argmax(dim=1) for part in images.split(256)]
+            labels = torch.cat(said).cpu()
+    holdout, calibration, test = zip(*(part.split([held, points, many]) for part in (images, labels)), strict=True)
+    asked: dict[str, Any] = {"epsilon": EPSILON, "alpha": ALPHA, "draws": draws, "seed": 0, **more}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KeepcoverWarning)  # untrained networks have large sets
-        predictor = calibrate(
-            engine,
-            (calibration, known),
-            holdout=(holdout, held_labels),
-            epsilon=EPSILON,
-            alpha=ALPHA,
-            draws=draws,
-            seed=0,
-            **more,
-        )
-    return predictor, test, truth, source
+        predictor = calibrate(engine, calibration, holdout=holdout, **asked)
+    return predictor, *test, source
 
 
 def _mean_sets(options: Options, engine: Smoother, predictor: Predictor, test: Tensor, truth: Tensor) -> dict[str, Any]:
@@ -246,59 +234,30 @@ def measure(options: Options) -> dict[str, Any]:
         tried = {size: theirs("run", True, size) for size in (1, 4, 16) if size <= few}
         quick = in_turn({str(size): work for size, work in tried.items()}, 1, options.device)
         best = min(tried, key=lambda size: quick[str(size)][0])
-        times = in_turn(
-            {
-                "ours": lambda: engine.reduce(data, draws, stream, ours),
-                "set": lambda: predictor.predict(test, seed=1),
-                "published": theirs("run", False, at_once),
-                "lean": tried[best],
-                "host": theirs("host", at_once),
-            },
-            options.pick(1, 3, 5),
-            options.device,
-        )
-    sizes = {
-        "draws": draws,
-        "classes": 10,
-        "images": many,
-        "published_images": few,
-        "published_batch": BATCH,
-        "batch": batch,
-        "depth": depth,
-    }
-    name, published = f"published pipeline, {draws} draws", times["published"]
-    what, per = f"engine, four scores, {draws} draws", {"inverse": True, "unit": "image"}
-    equal = beside(
-        what, times["ours"], name, published, sizes, many, few, **per, largest_difference=largest_difference()
-    )
-    kinder = beside(
-        what,
-        times["ours"],
-        f"published pipeline made lean, {draws} draws",
-        times["lean"],
-        {**sizes, "published_batch": best * draws},
-        many,
-        few,
-        **per,
-    )
-    for row in (equal, kinder):
-        row |= {
-            f"{whose}noisy_images_per_second": draws / row[f"{side}seconds"]
-            for whose, side in (("", ""), ("published_", "baseline_"))
+        sides: dict[str, Work] = {
+            "ours": lambda: engine.reduce(data, draws, stream, ours),
+            "set": lambda: predictor.predict(test, seed=1),
+            "published": theirs("run", False, at_once),
+            "lean": tried[best],
+            "host": theirs("host", at_once),
         }
-    host = beside(
-        "published pipeline, all but noise and network", times["host"], name, published, sizes, few, few, unit="image"
-    )
-    certified = beside(
-        "certified set, 16 draws",
-        times["set"],
-        name,
-        published,
-        {**sizes, "draws": 16, "images": len(test), "data": source},
-        len(test),
-        few,
-        **per,
-    )
+        times = in_turn(sides, options.pick(1, 3, 5), options.device)
+    sizes = {"draws": draws, "classes": 10, "images": many, "published_images": few}
+    sizes |= {"published_batch": BATCH, "batch": batch, "depth": depth}
+    name, what, per = f"published pipeline, {draws} draws", f"engine, four scores, {draws} draws", {"unit": "image"}
+    lean = f"published pipeline made lean, {draws} draws", times["lean"], {**sizes, "published_batch": best * draws}
+    faster = {**per, "inverse": True}
+    agree = {"largest_difference": largest_difference()}
+    equal = beside(what, times["ours"], name, times["published"], sizes, many, few, **faster, **agree)
+    kinder = beside(what, times["ours"], *lean, many, few, **faster)
+    for row in (equal, kinder):
+        row["noisy_images_per_second"] = draws / row["seconds"]
+        row["published_noisy_images_per_second"] = draws / row["baseline_seconds"]
+    rest = "published pipeline, all but noise and network"
+    host = beside(rest, times["host"], name, times["published"], sizes, few, few, **per)
+    sizes = {**sizes, "draws": 16, "images": len(test), "data": source}
+    one = ("certified set, 16 draws", times["set"], name, times["published"], sizes)
+    certified = beside(*one, len(test), few, **faster)
     if real:
         equal, certified = goal(equal, at_least=15), goal(certified, at_least=200)
         if options.data is not None:

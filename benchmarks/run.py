@@ -13,6 +13,7 @@ import argparse
 import importlib
 import os
 import platform
+import re
 import sys
 import time
 import traceback
@@ -42,9 +43,10 @@ MEASUREMENTS = {
     "ray": "benchmarks.ray_cluster",
     "growth": "benchmarks.growth",
     "attack": "benchmarks.attack",
+    "denoiser": "benchmarks.denoiser",
     "importing": "benchmarks.importing",
 }
-ON_A_GPU = ("engine", "published", "ptt", "early_exit", "attack")  # the others do not run a network on it
+ON_A_GPU = ("engine", "published", "ptt", "early_exit", "attack", "denoiser")  # the others do not run a network on it
 
 
 def measure(name: str, options: Options) -> list[Row]:
@@ -60,26 +62,17 @@ def about(name: str, options: Options, took: float, load: float) -> dict[str, An
     command = f"python benchmarks/run.py {name} --device {options.device}"
     command += "".join(f" --{flag}" for flag in ("compile", "quick") if getattr(options, flag))
     command += " --data FOLDER" if options.data is not None else ""
-    config = {
-        "device": options.device,
-        "compile": options.compile,
-        "quick": options.quick,
-        "cifar10": options.data is not None,
-    }
-    facts = manifest(command, config, took)
+    config = {name: getattr(options, name) for name in ("device", "compile", "quick")}
+    facts = manifest(command, config | {"cifar10": options.data is not None}, took)
     # Processes that wanted a core in the minute before: other people's work, if there is more of it than cores.
     facts["hardware"] |= {"cpu": _processor(), "cores": os.cpu_count(), "load_before": round(load, 2)}
     return facts
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
+    about = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*)", about.read_text()) if about.exists() else None
+    return named[1].strip() if named else platform.processor()
 
 
 def run(names: Sequence[str], options: Options, out: Path) -> int:

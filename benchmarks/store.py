@@ -42,7 +42,6 @@ def measure(options: Options) -> dict[str, Any]:
             fresh = LogitStore.open(root, key, draws=draws, restart=True, progress=False)
             for chunk, part in zip(chunks, parts, strict=True):
                 fresh.write(chunk, part, labels[chunk.rows.start : chunk.rows.stop])
-            fresh.write_index()
 
         def write_plain() -> None:
             for at, part in enumerate(parts):

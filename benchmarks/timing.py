@@ -53,7 +53,7 @@ class Options:
 
     @property
     def repeats(self) -> int:
-        return self.pick(2, 5, 7)
+        return self.pick(1, 5, 7)
 
 
 def seconds(work: Work, device: str = "cpu") -> float:
@@ -83,16 +83,8 @@ def in_turn(sides: Mapping[str, Work], repeats: int, device: str = "cpu", warm_u
 
 def alone(name: str, times: Sequence[float], sizes: dict[str, Any], **more: Any) -> Row:
     """A row of something that has nothing beside it: seconds, and the range they lay in."""
-    return {
-        "name": name,
-        "seconds": statistics.median(times),
-        "baseline": None,
-        "baseline_seconds": None,
-        "ratio": None,
-        "spread": [min(times), max(times)],
-        "sizes": sizes,
-        **more,
-    }
+    nothing = {"baseline": None, "baseline_seconds": None, "ratio": None, "spread": [min(times), max(times)]}
+    return {"name": name, "seconds": statistics.median(times), **nothing, "sizes": sizes, **more}
 
 
 def beside(
@@ -171,17 +163,6 @@ def grown(name: str, variable: str, points: Mapping[int, Sequence[float]], sizes
     """A row of how time grows with one size: the exponent over every run, its interval, and the times."""
     pairs = [(size, one) for size, times in points.items() for one in times]
     found = fit_exponent([size for size, _ in pairs], [one for _, one in pairs])
-    return {
-        "name": name,
-        "seconds": statistics.median(points[max(points)]),
-        "baseline": None,
-        "baseline_seconds": None,
-        "ratio": None,
-        "spread": None,
-        "sizes": {**sizes, variable: list(points)},
-        "variable": variable,
-        "exponent": found.exponent,
-        "interval": [found.low, found.high],
-        "points": [[size, statistics.median(times)] for size, times in points.items()],
-        **more,
-    }
+    row = alone(name, points[max(points)], {**sizes, variable: list(points)}, spread=None, variable=variable)
+    medians = [[size, statistics.median(times)] for size, times in points.items()]
+    return {**row, "exponent": found.exponent, "interval": [found.low, found.high], "points": medians, **more}
