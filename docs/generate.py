@@ -21,10 +21,29 @@ INDEX = ROOT / "docs" / "index.md"
 WHY = ROOT / "docs" / "figures" / "why.svg"
 CLI = ROOT / "docs" / "cli.md"
 REPRODUCING = ROOT / "docs" / "reproducing.md"
-FIGURES = ("motivation", "temperature", "inverse-cdf", "densities", "overhead", "draws-cifar100")
+FIGURES = (
+    "motivation",
+    "temperature",
+    "inverse-cdf",
+    "densities",
+    "overhead",
+    "draws-cifar100",
+    "accuracy-imagenet-5k",
+)
 CHOOSING = ROOT / "docs" / "methods.md"
 TRAINING = ROOT / "docs" / "training.md"
+MULTILABEL = ROOT / "docs" / "multilabel.md"
+REGRESSION = ROOT / "docs" / "regression.md"
+SEGMENTATION = ROOT / "docs" / "segmentation.md"
+COMBINATIONS = ROOT / "docs" / "combinations.md"
+PRETRAINED = ROOT / "docs" / "pretrained.md"
+DENOISER = ROOT / "docs" / "denoiser.md"
+THREATS = ROOT / "docs" / "threats.md"
 SPEED = ROOT / "docs" / "speed.md"
+PROMISES = ROOT / "docs" / "promises.md"
+DEPLOYING = ROOT / "docs" / "deploying.md"
+MONITORING = ROOT / "docs" / "monitoring.md"
+LIFE = ROOT / "docs" / "figures" / "life.svg"
 ATTACKS = ("attack-cifar10.json", "attack-cifar10-margin-rscp.json", "attack-cifar10-margin-exact.json")
 
 
@@ -81,19 +100,23 @@ def heading(rows: Any) -> str:
 
 def figures() -> dict[Path, tuple[str, Callable[[], Any]]]:
     """Every drawing of the docs: its first line, and what draws it."""
-    from tools import why
+    from tools import life, why
 
     from keepcover.pages import plots
-    from keepcover.paper.reproduce.run import draw
+    from keepcover.paper.reproduce.figures import DRAWINGS
 
     drawn: dict[Path, tuple[str, Callable[[], Any]]] = {
         WHY: (heading([why.ALPHA, why.R]), why.draw),
+        LIFE: (
+            heading(results("life")["rows"]),
+            lambda: life.draw(results("life")["rows"], results("life")["manifest"]["config"]["images per request"]),
+        ),
         FIGURE: (heading(attack_rows()), lambda: plots.clean_and_attacked(attack_rows(), 0.1)),
     }
     for name in FIGURES:
         rows, _ = reproduced(name)
         path = ROOT / "docs" / "figures" / f"{name}.svg"
-        drawn[path] = (heading(rows), lambda name=name, rows=rows: draw(name, rows))
+        drawn[path] = (heading(rows), lambda name=name, rows=rows: DRAWINGS[name](rows))
     return drawn
 
 
@@ -148,7 +171,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def presets_table() -> str:
     """The hyper-parameters of conformal training, from the code."""
-    from keepcover.training.heads import PRESETS
+    from keepcover.training.run import PRESETS
 
     rows = [
         [
@@ -158,7 +181,7 @@ def presets_table() -> str:
             f"{recipe.lr:g}",
             f"{one.temperature:g}",
             f"{one.size_weight:g}",
-            f"{one.kappa:g}",
+            f"{one.free_size:g}",
             str(recipe.copies),
             f"{recipe.momentum:g}",
             f"{recipe.weight_decay:g}",
@@ -166,7 +189,7 @@ def presets_table() -> str:
         for name, one in PRESETS.items()
         for recipe in [one.recipe]
     ]
-    head = ["preset", "epochs", "batch", "first rate", "T", "λ", "κ", "noisy copies", "momentum", "weight decay"]
+    head = ["preset", "epochs", "batch", "first rate", "T", "λ", "s", "noisy copies", "momentum", "weight decay"]
     return table(head, rows)
 
 
@@ -285,8 +308,27 @@ def best_table() -> str:
     return table(["data", "at", *HEADS], lines)
 
 
+def width_table() -> str:
+    """Certified sizes of wide networks beside those of the paper's ResNet-110."""
+    files = sorted((ROOT / "results").glob("evaluate-cifar*-draw*.json"))
+    found = [(path.name, json.loads(path.read_text())) for path in files]
+    old = [row for row in reproduced("table1")[0] if row["dataset"] == "cifar100" and row["score"] == "hps"]
+    lines = []
+    for data, network in ((data, network) for data in ("10", "100") for network in ("ResNet-110", "WRN-28-4")):
+        start = f"evaluate-cifar{data}-" + ("wrn-28-4-" if network == "WRN-28-4" else "")
+        mine = [one for name, one in found if re.match(start + r"\d+-draw", name)]
+        rows = [row for one in mine for row in one["rows"]] or old
+        sizes = {row["draws"]: row["size"] for row in rows if row["method"] == "exact_asymmetric"}
+        images = mine[0]["manifest"]["config"]["images"] if mine else 10_000
+        cells = [f"{sizes[n]['mean']:.2f} ± {sizes[n]['std']:.2f}" if n in sizes else "" for n in (1, 4, 16, 64)]
+        lines.append([f"CIFAR-{data}", network, f"{images:,}", *cells])
+    head = ["data", "network", "test images", "1 draw", "4 draws", "16 draws", "64 draws"]
+    return table(head, lines)
+
+
 def training_page(text: str) -> str:
     sections = {
+        "width": width_table(),
         "presets": presets_table(),
         "bank": bank_table(),
         "ablation": ablation_table(),
@@ -300,6 +342,31 @@ def training_page(text: str) -> str:
     for name, body in sections.items():
         text = with_section(text, name, body, TRAINING.name)
     return text
+
+
+def denoiser_table() -> str:
+    """Accuracy under noise and certified size on ImageNet, alone and denoised."""
+    from keepcover.paper.reproduce.run import facts
+
+    seen, _ = reproduced("accuracy-imagenet-5k")
+    rows, manifest = reproduced("imagenet-5k")
+    right = {(row["network"], row["sigma"]): f"{row['accuracy']:.1%} ± {row['half_width']:.1%}" for row in seen}
+    lines = []
+    for sigma, epsilon in ((0.25, 0.125), (0.25, 0.25), (0.5, 0.25)):
+        for network in ("alone", "denoised"):
+            at = f"sigma {sigma:g}, epsilon {epsilon:g}"
+            sizes = [size(cell(rows, network, f"exact, {draws}, {at}")) for draws in ("1 draw", "16 draws", "64 draws")]
+            lines.append([f"{sigma:g}", f"{epsilon:g}", network, right[network, sigma], *sizes])
+    head = [
+        "sigma",
+        "epsilon",
+        "EfficientNet-lite0",
+        "accuracy of one noisy draw",
+        "size, 1 draw",
+        "16 draws",
+        "64 draws",
+    ]
+    return f"{table(head, lines)}\n\n`imagenet-5k`: {facts(manifest)} alpha 0.1, HPS."
 
 
 def reproduced_tables() -> str:
@@ -362,6 +429,14 @@ def choosing_page(text: str) -> str:
     return text
 
 
+def promises_page(text: str) -> str:
+    from tools import promises
+
+    for name, body in promises.sections(ROOT / "results").items():
+        text = with_section(text, name, body, PROMISES.name)
+    return text
+
+
 def collapse() -> str:
     """What an attack does to a promise that was made for clean images."""
     row = next(row for row in attack_rows() if row["name"] == "vanilla CP HPS")
@@ -387,6 +462,245 @@ def headline() -> str:
     )
 
 
+def pretrained_tables() -> str:
+    """An ordinary network, helped in several ways: accuracy of one noisy draw and certified size, at two sigmas."""
+    parts = []
+    for path in sorted((ROOT / "results").glob("pretrained-*.json")):
+        found = json.loads(path.read_text())
+        about, rows = found["manifest"], found["rows"]
+        own, first = about["config"], rows[0]
+        lines = [
+            f"{about['data']['name']}, ε = {own['epsilon']:g}, α = {first['alpha']:g}, {first['draws']} draws, a network that is right on "
+            f"{about['clean_accuracy']:.1%} without noise; mean ± standard deviation over {first['splits']} splits",
+            "",
+            "| | σ = 2ε: accuracy | size | σ chosen on the holdout | accuracy | size |",
+            "|---|---|---|---|---|---|",
+        ]
+        for name in dict.fromkeys(row["help"] for row in rows):
+            fixed, chosen = (
+                next(r for r in rows if (r["help"], r["way"]) == (name, w)) for w in ("2 epsilon", "chosen")
+            )
+            cells = [
+                f"{row['accuracy']:.1%} | {row['size']['mean']:.2f} ± {row['size']['std']:.2f}"
+                for row in (fixed, chosen)
+            ]
+            lines.append(f"| {name} | {cells[0]} | {chosen['sigma']:g} | {cells[1]} |")
+        machine = about["hardware"]["gpu"] or f"{about['hardware']['threads']} CPU thread"
+        lines += ["", f"`{about['command']}`, {machine}, {about['seconds']:.0f} s (`results/{path.name}`)."]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def housing_table() -> str:
+    """Certified intervals on California housing, beside one draw and plain split conformal prediction."""
+    found = json.loads((ROOT / "results" / "regression-housing.json").read_text())
+    about, rows = found["manifest"], found["rows"]
+    first, own = rows[0], about["config"]
+    lines = [
+        f"α = {first['alpha']:g}, σ = ε, in standard deviations of the {len(own['features'])} features; a network of two hidden layers trained under that "
+        f"noise (without, for cp) on {own['training_rows']:,} rows. Mean ± standard deviation over {first['splits']} random halves of the rest into "
+        f"calibration and test, after a holdout of {own['holdout']}. The attack climbs the mean score of the truth, 20 steps, 32 draws.",
+        "",
+        "| score | ε | method | draws | mean length, $1000 | coverage | attacked coverage |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        size, clean, hit = row["size"], row["coverage"], row["attacked_coverage"]
+        lines.append(
+            f"| {row['score']} | {row['epsilon']:g} | {row['method']} | {row['draws']} | {size['mean'] / 1000:.0f} ± {size['std'] / 1000:.0f} "
+            f"| {clean['mean']:.3f} ± {clean['std']:.3f} | {hit['mean']:.3f} ± {hit['std']:.3f} |"
+        )
+    machine = f"{about['hardware']['threads']} CPU thread, {about['seconds']:.0f} s"
+    return "\n".join([*lines, "", f"`{about['command']}`, {machine} (`results/regression-housing.json`)."])
+
+
+def several_table(name: str) -> str:
+    """Lists of labels by draws, beside one-draw control, from results/multilabel-NAME.json."""
+    found = json.loads((ROOT / "results" / f"multilabel-{name}.json").read_text())
+    about, rows = found["manifest"], found["rows"]
+    first, own = rows[0], about["config"]
+    sigma = "ε" if all(row["sigma"] == row["epsilon"] for row in rows) else f"{first['sigma']:g}"
+    empty = own["images_without_labels"]
+    crafted = "once per ε, for the first method, and every method meets the same images" if own.get("once") else ""
+    lines = [
+        f"α = {first['alpha']:g}, σ = {sigma}; {own['images']:,} images with {own['labels_per_image']:.2f} labels on average"
+        f"{f', {empty} of them without any' if empty else ''}. Mean ± standard deviation over {first['splits']} random halves into "
+        f"calibration and test, after a holdout of {own['holdout']}. The attack raises the margins of all true labels, "
+        f"{own.get('steps', 20)} steps, {own.get('draws', 32)} draws, on {first['attacked_points']} images"
+        f"{f', {crafted}' if crafted else ''}.",
+        "",
+        "| ε | method | draws | labels per list | risk, clean | risk, attacked | audit |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        size, clean, hit = row["size"], row["risk"], row["attacked_risk"]
+        lines.append(
+            f"| {row['epsilon']:g} | {row['method']} | {row['draws']} | {size['mean']:.2f} ± {size['std']:.2f} | {clean['mean']:.3f} ± "
+            f"{clean['std']:.3f} | {hit['mean']:.3f} ± {hit['std']:.3f} | {row['audit'][-1]['verdict']} |"
+        )
+    machine = f"{about['hardware']['threads']} CPU thread, {about['seconds']:.0f} s"
+    return "\n".join([*lines, "", f"`{about['command']}`, {machine} (`results/multilabel-{name}.json`)."])
+
+
+LETTERS = {
+    "marginal": "M",
+    "delta": "δ",
+    "per class": "C",
+    "per group": "G",
+    "clusters": "K",
+    "poisoned": "P",
+    "calibration_epsilon": "E",
+    "drift": "D",
+    "label_weights": "W",
+}
+
+
+def combinations_table() -> str:
+    """Which promises every task and method keep under every noise and norm, and what refuses the others."""
+    from keepcover.combinations import combinations
+
+    cells = [cell for cell in combinations() if cell.norm in cell.noise.norms]
+    pairs = list(dict.fromkeys((cell.noise.name, cell.norm) for cell in cells))
+    kept: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
+    reasons: dict[str, set[str]] = {}
+    for cell in cells:
+        row = kept.setdefault((cell.task.name, cell.method.name), dict.fromkeys(pairs, ""))
+        if not cell.why_not:
+            row[cell.noise.name, cell.norm] += LETTERS[cell.promise]
+        else:
+            said = cell.why_not.replace(str(cell.noise), "NOISE").replace(f"and {cell.task.name} has", "and TASK has")
+            reasons.setdefault(said.replace(f"{cell.method.name} ", "METHOD ", 1), set()).add(cell.method.name)
+    alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (task, method), row in kept.items():
+        if any(row.values()):
+            alike.setdefault((task, tuple(row.values())), []).append(f"`{method}`")
+    lines = [[task, ", ".join(methods), *(text or "–" for text in row)] for (task, row), methods in alike.items()]
+    order = list(dict.fromkeys(cell.task.name for cell in cells))
+    lines.sort(key=lambda line: order.index(line[0]))
+    head = ["task", "method", *(f"{noise}, {norm}" for noise, norm in pairs)]
+    why = [[said.replace("|", "\\|"), ", ".join(f"`{name}`" for name in sorted(who))] for said, who in reasons.items()]
+    legend = ", ".join(f"**{letter}** {promise}" for promise, letter in LETTERS.items())
+    return "\n\n".join(
+        [f"{legend}.", table(head, lines), "## Why not", table(["reason, as users are told", "methods"], why)]
+    )
+
+
+def results(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "results" / f"{name}.json").read_text())
+
+
+def by(about: dict[str, Any], name: str) -> str:
+    """The command, the machine and the file of a table."""
+    threads = about["hardware"]["threads"]
+    machine = f"{threads} CPU thread{'s' if threads > 1 else ''}, {about['seconds']:.0f} s"
+    return f"`{about['command']}`, {machine} (`results/{name}.json`)."
+
+
+def monitoring_page(text: str) -> str:
+    sections = {"false alarms": false_alarm_table(), "days": days_table(), "life": life_table()}
+    for name, body in sections.items():
+        text = with_section(text, name, body, MONITORING.name)
+    return text
+
+
+def load_table() -> str:
+    """The service under load, and what monitoring costs it."""
+    found = results("serve-load")
+    rows = {row["name"]: row for row in found["rows"]}
+    steady, crowd, watched = (rows[name] for name in ("steady", "overload", "monitor"))
+    memory = f"{steady['MiB_before']:.1f} → {steady['MiB_after']:.1f} MiB"
+    lines = []
+    for name, row, more in (("steady", steady, memory), ("overload: a queue of 8 images, 20 ms per call", crowd, "")):
+        answered, refused = row["statuses"]["200"], row["statuses"].get("503", 0)
+        rate, times = f"{row['answers_per_second']:.0f}", [f"{row[f'p{q}_ms']:.0f} ms" for q in (50, 99)]
+        lines.append([name, str(row["connections"]), f"{answered:,}", f"{refused:,}", rate, *times, more])
+    head = ["", "connections", "answered", "refused with 503", "answers per second", "p50", "p99", "memory"]
+    plain, cores = watched["without"], found["manifest"]["config"]["cores"]
+    return (
+        f"{table(head, lines)}\n\nOne worker on {cores} shared CPU cores, the client on the same; one image per request. The monitor is on; beside one that has it "
+        f"switched off, in turns under the same load, the service answers {watched['answers_per_second']:.0f} and {plain['answers_per_second']:.0f} requests per second "
+        f"and spends {watched['cpu_ms']:.2f} and {plain['cpu_ms']:.2f} ms of processor time on each: {watched['ratios']['cpu_ms']:.3f} times as much. "
+        f"{by(found['manifest'], 'serve-load')}"
+    )
+
+
+def false_alarm_table() -> str:
+    """Streams that ever raised an alarm though the promise was kept."""
+    found = results("monitor")
+    rows = [
+        [
+            row["stream"],
+            row["kind"],
+            f"{row['streams']:,}",
+            f"{row['looks']:,}",
+            f"{row['alarms']:,}",
+            f"{row['rate']:.4%} [{row['low']:.4%}, {row['high']:.4%}]",
+            f"{row['stated']:g}",
+            f"{row['p_value']:.2g}",
+        ]
+        for row in found["rows"]
+        if row["table"] == "false alarms"
+    ]
+    head = ["stream", "alarm", "streams", "looks", "false alarms", "rate, 95 % interval", "stated", "p"]
+    return table(head, rows)
+
+
+def days_table() -> str:
+    """How many days a drift takes to be found, with labels and without."""
+    found, other = results("monitor"), results("monitor-cifar10")
+    about, config = found["manifest"], found["manifest"]["config"]
+    listed = [row for row in found["rows"] if row["table"] == "days"]
+    listed += [row for row in other["rows"] if row["data"] not in {row["data"] for row in listed}]
+
+    def days(one: dict[str, Any]) -> str:
+        middle, late = ("never" if one[name] is None else f"{one[name]:g}" for name in ("days_50", "days_90"))
+        return f"{middle} / {late} ({one['found']})"
+
+    rows = [
+        [
+            row["data"],
+            row["drift"],
+            f"{row['coverage']:.3f}",
+            f"{row['size']:.2f}",
+            days(row["promise"]),
+            days(row["queries"]),
+        ]
+        for row in listed
+    ]
+    head = ["data", "drift or attack", "coverage", "size", "days to `promise`", "days to `queries`"]
+    levels = ", ".join(f"{data}: {level:.3f}" for data, level in {row["data"]: row["level"] for row in listed}.items())
+    return (
+        f"{table(head, rows)}\n\nDays until half / nine tenths of {config['streams']} streams had the alarm (how many had it within "
+        f"{config['days']} days); {config['per day']} labelled queries a day, {config['quiet days']} quiet days before the change, false alarms "
+        f"1 in 100. The level that misses are tested against is above α = {config['alpha']:g} because calibration luck is allowed for: {levels}. "
+        f"{by(about, 'monitor')} CIFAR-10: {by(other['manifest'], 'monitor-cifar10')}"
+    )
+
+
+def life_table() -> str:
+    """What happened in the recorded run."""
+    found = results("life")
+    rows, about = found["rows"], found["manifest"]
+    phases = {
+        name: [row for row in rows if row["phase"] == name] for name in dict.fromkeys(row["phase"] for row in rows)
+    }
+    per = about["config"]["images per request"]
+    lines = [
+        [
+            {"quiet": "as calibrated", "drift": about["config"]["drift"], "renewed": "the same, recalibrated"}[name],
+            f"{len(own) * per:,}",
+            f"{1 - sum(row['missed'] for row in own) / (per * len(own)):.3f}",
+            f"{sum(row['size'] for row in own) / len(own):.2f}",
+            f"{own[-1]['promise']['evidence']:.3g}",
+            f"{own[-1]['queries']['evidence']:.3g}",
+            " and ".join(f"`{kind}`" for kind in ("promise", "queries") if own[-1][kind]["alarm"]) or "none",
+        ]
+        for name, own in phases.items()
+    ]
+    head = ["queries", "answered", "coverage", "size", "evidence, labels", "evidence, queries", "alarm"]
+    return f"{table(head, lines)}\n\n{by(about, 'life')}"
+
+
 def with_section(text: str, name: str, body: str, page: str = README.name) -> str:
     """Replace what stands between two markers."""
     pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(\n<!-- end {name} -->)", re.DOTALL)
@@ -398,6 +712,7 @@ def with_section(text: str, name: str, body: str, page: str = README.name) -> st
 def main() -> None:
     check = "--check" in sys.argv[1:]
     stale = []
+    from tools import camvid, threats
     from tools.reference import reference
 
     wanted = {
@@ -408,8 +723,30 @@ def main() -> None:
         ),
         CHOOSING: choosing_page(CHOOSING.read_text()),
         TRAINING: training_page(TRAINING.read_text()),
+        PROMISES: promises_page(PROMISES.read_text()),
+        DENOISER: with_section(DENOISER.read_text(), "sizes", denoiser_table(), DENOISER.name),
+        MULTILABEL: with_section(
+            with_section(MULTILABEL.read_text(), "digits", several_table("digits"), MULTILABEL.name),
+            "mosaics",
+            several_table("mosaics"),
+            MULTILABEL.name,
+        ),
         REPRODUCING: with_section(REPRODUCING.read_text(), "results", reproduced_tables(), REPRODUCING.name),
         SPEED: with_section(SPEED.read_text(), "results", speed_results(), SPEED.name),
+        PRETRAINED: with_section(PRETRAINED.read_text(), "pretrained", pretrained_tables(), PRETRAINED.name),
+        THREATS: with_section(
+            with_section(THREATS.read_text(), "costs", threats.costs(), THREATS.name),
+            "families",
+            threats.families(),
+            THREATS.name,
+        ),
+        COMBINATIONS: with_section(COMBINATIONS.read_text(), "table", combinations_table(), COMBINATIONS.name),
+        REGRESSION: with_section(REGRESSION.read_text(), "housing", housing_table(), REGRESSION.name),
+        SEGMENTATION: with_section(
+            SEGMENTATION.read_text(), "camvid", camvid.section(ROOT / "results"), SEGMENTATION.name
+        ),
+        DEPLOYING: with_section(DEPLOYING.read_text(), "load", load_table(), DEPLOYING.name),
+        MONITORING: monitoring_page(MONITORING.read_text()),
         CLI: cli_reference(),
     }
     for path, text in wanted.items():
