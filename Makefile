@@ -4,12 +4,15 @@
 #   make explore   the explorer on digits, in your browser
 #   make quick     the mathematics and the pipeline: no server, no subprocess (under a minute on two cores)
 #   make test      the tests (a few minutes on two cores)
+#   make bench-test the benchmark scripts on small sizes (half a minute)
 #   make load-test the HTTP service under load: rows in out/load/ (about two minutes)
 #   make ray-test  the HTTP service and the smoothing engine on a local Ray cluster (installs Ray)
 #   make bench     speed and memory on this CPU beside what they are compared with: results/benchmarks/ (some minutes);
 #                  BENCH="engine ptt --quick" passes names and options; bench-gpu measures networks on a GPU
 #   make site      the documentation as a folder of pages, out/site, that opens without a server
 #   make hugging-face-test  the Hugging Face adapter, its guide and its example (installs transformers)
+#   make mlflow-test   the MLflow flavour against MLflow: log, load, serve (installs mlflow-skinny)
+#   make wheel-test    the wheel and the sdist in clean environments of Python 3.11 to 3.13, where those can be had
 #   make browser-test  the pages in Chromium (installs Playwright; Chromium comes from the system)
 #
 # PyPI's torch for Linux brings several gigabytes of CUDA. For the CPU build, point pip at its index:
@@ -24,7 +27,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo explore quick test load-test ray-test hugging-face-test browser-test lint types docs docs-check site bench bench-gpu clean
+.PHONY: demo explore quick test bench-test load-test ray-test hugging-face-test mlflow-test wheel-test browser-test lint types docs docs-check site bench bench-gpu clean
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -c 'import sys; sys.exit("keepcover needs Python 3.11 or newer, found " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -40,13 +43,16 @@ demo: $(VENV)/.ready-demo
 explore: $(VENV)/.ready-explore
 	$(BIN)/keepcover explore
 
-QUICK := noise scores bounds promises tasks methods seams evaluation
+QUICK := noise scores bounds promises tasks methods prediction/test_outputs.py
 
 quick: $(VENV)/.ready-test
-	$(BIN)/python -m pytest -q -n auto $(addprefix tests/,$(QUICK))
+	$(BIN)/python -m pytest -q -n auto --dist worksteal $(addprefix tests/,$(QUICK)) --ignore tests/methods/test_audit_law.py
 
 test: $(VENV)/.ready-test
-	$(BIN)/python -m pytest -q -n auto
+	$(BIN)/python -m pytest -q -n auto --dist worksteal
+
+bench-test: $(VENV)/.ready-test
+	$(BIN)/python -m pytest -q -n auto -m bench tests/benchmarks
 
 load-test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -q -m load tests/serve
@@ -56,6 +62,12 @@ ray-test: $(VENV)/.ready-test $(VENV)/.ready-serve-ray
 
 hugging-face-test: $(VENV)/.ready-test $(VENV)/.ready-hugging-face
 	$(BIN)/python -m pytest -q -k "hugging_face or hugging-face" tests
+
+mlflow-test: $(VENV)/.ready-mlflow-test
+	$(BIN)/python -m pytest -q -k mlflow tests
+
+wheel-test: $(VENV)/.ready-wheel
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m pytest -q -m wheel tests/test_wheel.py
 
 browser-test: $(VENV)/.ready-browser
 	$(BIN)/python -m pytest -q -m browser tests
