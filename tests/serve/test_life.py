@@ -12,8 +12,9 @@ pytestmark = pytest.mark.load
 
 
 def test_calibrate_serve_drift_alarm_recalibrate_quiet(tmp_path: Path) -> None:
-    """Sets miss some 2 % where up to 15 % are tested for: in 125 outcomes an alarm on the promise has probability below 1e-5
-    (none in 400,000 simulated streams with 5 %). A drift that is not found ends the run with an error.
+    """Sets miss some 1 % where 10 % are promised: in 125 outcomes an alarm on the promise has probability below 1e-5 (1 in 600,000
+    simulated streams with 3.5 %). Blurred, they miss some 18 %, which 5,000 outcomes show all but surely; a drift that is not
+    found ends the run with an error.
     """
     life = live(tmp_path, quiet=5)
     events = {event["event"]: event for event in life.events}
