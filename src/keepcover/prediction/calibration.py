@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from keepcover.engine.fingerprint import Identity
-from keepcover.engine.inputs import check_ids, in_memory, length, warn_of_units
+from keepcover.engine.inputs import in_memory, length, warn_of_units
 from keepcover.engine.smoother import Classifier, Smoother
 from keepcover.errors import InputError, warn
 from keepcover.methods import Holdout, Method, Rule, get_method
@@ -19,8 +20,7 @@ from keepcover.noise import Noise, Stream, fresh_seed
 from keepcover.noise.stream import probes
 from keepcover.prediction.artifact import digest
 from keepcover.prediction.choosing import pick, smoothers_of
-from keepcover.prediction.collecting import Chunk, Collected, Parts, chosen_rows, collect, run
-from keepcover.prediction.outputs import check_outputs
+from keepcover.prediction.collecting import Collected, Parts, chosen_rows, chunks_of, collect, run
 from keepcover.prediction.predictor import Calibrated, Predictor
 from keepcover.prediction.question import DRAWS, Level, Question, budget, levels_of, one_noise
 from keepcover.prediction.source import InMemory, source_of
@@ -168,23 +168,18 @@ def calibrate_outputs(
     question = replace(question, calibration_draws=available)
     question.check(source.noise, n, where)
     seed = fresh_seed() if seed is None else seed
-    keys = torch.arange(n) if ids is None else check_ids(ids, n)
     held = torch.zeros(n, dtype=torch.bool)
     if question.needs_holdout:
         held[chosen_rows(n, holdout, seed)] = True
-
     group = question.groups(n, ~held)
     label = known.check_truth(source.truth, n)[~held].cpu() if isinstance(source, InMemory) and known.classed else None
     question.warn_of_few(label, group)
-
-    def chunks() -> Iterator[Chunk]:
-        for role, some in (("holdout", held), ("calibration", ~held)):
-            stream = Stream(seed, role)
-            for piece in source.read(some.nonzero()[:, 0]) if some.any() else ():
-                values = piece.outputs if source.kept else check_outputs(piece.outputs)
-                yield Chunk(stream, keys[piece.rows].to(values.device), values, piece.truth)
-
-    return conclude(question, collect(chunks(), question, n, group), source.noise, where)
+    parts = (
+        chunks_of(source, some.nonzero()[:, 0], Stream(seed, role), ids, available)
+        for role, some in (("holdout", held), ("calibration", ~held))
+    )
+    collected = collect(chain.from_iterable(parts), question, n, group)
+    return conclude(question, collected, source.noise, where)
 
 
 def _shape(data: Any) -> tuple[int, ...] | None:
@@ -251,6 +246,13 @@ def conclude(
         among=among,
         history=(entry("calibrate", items, collected.unknown, [0]),),
     )
+    return announced(made)
+
+
+def announced(made: Predictor) -> Predictor:
+    """The predictor, once nothing that it promises is refused; a warning where its sets may be of little use."""
+    for one in made.levels.values():
+        made.promised(one)
     if made.warning is not None:
         warn(made.warning)
     return made
@@ -261,26 +263,21 @@ def calibrated(rule: Rule, items: Any, sample: Holdout | None, unknown: int) -> 
     own = rule.read(items)
     threshold, alpha = rule.threshold(own), rule.asked.alpha
     made = Calibrated(rule, threshold, _size(rule, sample, threshold, items))
-    _refuse_what_is_missed_anyway(made, unknown, items.points, alpha)
+    worst = torch.full((1, rule.test_draws), torch.inf if rule.reading.order else 1.0)
+    draws = Draws(worst if rule.transform is None else rule.transform(worst))
+    # A class that the model does not have is in no set: a threshold that counts its points as covered promises too much.
+    if unknown and bool((rule.test_statistic(draws, torch.zeros(1)) <= threshold).any()):
+        raise InputError(
+            f"{unknown} of {items.points} calibration points have a label that the model does not know, and its sets miss every "
+            f"such query: {rule.name} cannot promise {1 - alpha:.6g}. Train on more rows so that every label is met, merge rare "
+            "labels, or raise alpha"
+        )
     if made.full:
         warn(
             f"{rule.name} at alpha {alpha:g}, epsilon {rule.asked.threat.epsilon:g} can only return everything here; "
             f"{_advice(rule, own)}more calibration points, {rule.asked.threat.noise.weaker} or a smaller epsilon may help"
         )
     return made
-
-
-def _refuse_what_is_missed_anyway(calibrated: Calibrated, unknown: int, n: int, alpha: float) -> None:
-    """A class that the model does not have is in no set: a threshold that counts its points as covered promises too much."""
-    rule = calibrated.rule
-    worst = torch.full((1, rule.test_draws), torch.inf if rule.reading.order else 1.0)
-    draws = Draws(worst if rule.transform is None else rule.transform(worst))
-    if unknown and bool((rule.test_statistic(draws, torch.zeros(1)) <= calibrated.threshold).any()):
-        raise InputError(
-            f"{unknown} of {n} calibration points have a label that the model does not know, and its sets miss every such query: "
-            f"{rule.name} cannot promise {1 - alpha:.6g}. Train on more rows so that every label is met, merge rare labels, or "
-            "raise alpha"
-        )
 
 
 def _size(rule: Rule, sample: Holdout | None, threshold: Tensor, items: Items | Tally) -> float | None:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from keepcover.engine.arrivals import Gathered
-from keepcover.engine.inputs import Batch, InputRange, Rows, batches, in_memory, length
+from keepcover.engine.inputs import Batch, InputRange, Rows, batches, check_ids, in_memory, length
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, KeepcoverWarning, warn
 from keepcover.methods import Holdout
 from keepcover.noise import Stream
 from keepcover.prediction.question import Question
+from keepcover.prediction.source import Source, check_outputs
 from keepcover.prediction.usefulness import Accuracy
 from keepcover.scores import Draws, Items, Tally
 from keepcover.tasks import Task
@@ -150,6 +151,14 @@ def chunk_of(smoother: Smoother, batch: Batch, stream: Stream, outputs: Tensor) 
     """What a network gave for a batch, with what it gives for some of it without noise."""
     clean = smoother.clean(batch.images[:: _step(outputs)])[:, None] if smoother.noise.certifies else None
     return Chunk(stream, batch.ids, outputs, batch.labels, clean)
+
+
+def chunks_of(source: Source, rows: Tensor, stream: Stream, ids: Any, draws: int) -> Iterator[Chunk]:
+    """What a source has of some points; ``ids`` are those of all of its points, positions by default."""
+    keys = torch.arange(source.points) if ids is None else check_ids(ids, source.points)
+    for piece in source.read(rows) if len(rows) else ():
+        values = (piece.outputs if source.kept else check_outputs(piece.outputs))[:, :draws]
+        yield Chunk(stream, keys[piece.rows].to(values.device), values, piece.truth)
 
 
 def _step(outputs: Tensor) -> int:
