@@ -176,20 +176,9 @@ class Guarantee:
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers and the sentence, for JSON."""
-        return {
-            "method": self.method,
-            "certified": self.certified,
-            "alpha": self.alpha,
-            **self.threat.config(),
-            "promise": self.promise.config(),
-            "draws": self.draws,
-            "calibration_draws": self.calibration_draws,
-            "n": self.n,
-            "score": self.score,
-            "transform": self.transform,
-            "statement": str(self),
-            "assumptions": list(self.assumptions),
-        }
+        names = ("method", "certified", "alpha", "draws", "calibration_draws", "n", "score", "transform")
+        stated = {"promise": self.promise.config(), "statement": str(self), "assumptions": list(self.assumptions)}
+        return {**{name: getattr(self, name) for name in names}, **self.threat.config(), **stated}
 
 
 def _some(names: tuple[str, ...]) -> str:

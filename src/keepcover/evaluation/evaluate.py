@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from keepcover.evaluation.rows import Observed, Row
 from keepcover.evaluation.scored import Attacked, Curves, Held, Scored, Statistics
 from keepcover.methods import Asked, Method, Rule, get_method, usable
 from keepcover.noise import Noise, Threat, get_noise
+from keepcover.prediction.question import Shape
 from keepcover.prediction.source import Source, source_of
 from keepcover.promises import Promise
 from keepcover.scores import PTT, Score
@@ -49,7 +51,7 @@ class Entry:
     promise: Promise = Promise()
     norm: str | None = None
 
-    def asked(self, source: Source, n: int, task: Task, shape: tuple[int, ...] | None) -> Asked:
+    def asked(self, source: Source, n: int, task: Task, shape: Shape) -> Asked:
         """The question to the method, on outputs with so many draws and n calibration points."""
         draws = source.draws if self.draws is None else self.draws
         usual = min(source.draws, self.method.usual_calibration_draws(draws))
@@ -73,9 +75,8 @@ def entries(
         >>> [(e.method.name, e.method.transform is not None) for e in entries(["exact", "rscp"], epsilon=0.1)]
         [('exact', False), ('rscp', False), ('rscp', True)]
     """
-    for transform in transforms:
-        if transform not in ("none", "ptt"):
-            raise InputError(f"expected transforms among none and ptt, got {transform!r}")
+    if unknown := set(transforms) - {"none", "ptt"}:
+        raise InputError(f"expected transforms among none and ptt, got {min(unknown)!r}")
     listed = [get_method(method) for method in methods]
     made = []
     for method in listed:
@@ -137,24 +138,15 @@ def evaluate(
     """
     added = sigma if noise is None else noise
     source = source_of(outputs, truth, None if added is None else get_noise(added))
-    known = get_task(task, score=score)
+    known, where = get_task(task, score=score), None if shape is None else tuple(shape)
     shared = {"epsilon": epsilon, "calibration_draws": calibration_draws, "alpha": alpha, "task": known, "norm": norm}
     chosen = usable(source.noise, known) if methods is None else methods
     promises = map(Promise.of, promise if isinstance(promise, list | tuple) else [promise])
     wanted = source.draws if draws is None else draws
     listed = [entry for one in promises for entry in entries(chosen, transforms, wanted, promise=one, **shared)]
-    found = evaluate_entries(
-        source,
-        listed,
-        splits=splits,
-        holdout=holdout,
-        redraw_holdout=redraw_holdout,
-        calibration=calibration,
-        seed=seed,
-        progress=progress,
-        shape=None if shape is None else tuple(shape),
-    )
-    return [row for rows in found for row in rows]
+    split: dict[str, Any] = {"splits": splits, "redraw_holdout": redraw_holdout, "calibration": calibration}
+    found = evaluate_entries(source, listed, holdout=holdout, seed=seed, shape=where, progress=progress, **split)
+    return list(chain.from_iterable(found))
 
 
 def evaluate_entries(
@@ -167,7 +159,7 @@ def evaluate_entries(
     calibration: int | None = None,
     seed: int = 0,
     attacked: Attacked | None = None,
-    shape: tuple[int, ...] | None = None,
+    shape: Shape = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[list[Row]]:
     """The rows of every entry: one for clean test points, and one for attacked ones where there are some. Calibration stays
@@ -176,15 +168,12 @@ def evaluate_entries(
     if redraw_holdout and not source.kept:
         raise InputError("a new holdout for every split reads the outputs once per split: that needs them in memory")
     every = list(random_splits(source.points, splits, holdout, seed, redraw_holdout, calibration))
-    uniform, where = uniforms(source.points, seed), torch.full((source.points,), -1)
-    if attacked is not None:  # their statistics stand behind those of the clean points, with those points' uniforms
-        where[attacked.positions] = source.points + torch.arange(attacked.source.points)
-        uniform = torch.cat([uniform, uniform[:, attacked.positions]], dim=1)
-    points = (
-        torch.arange(source.points)
-        if attacked is None
-        else torch.cat([torch.arange(source.points), attacked.positions])
-    )
+    # The statistics of attacked points stand behind those of the clean ones, with those points' uniforms.
+    moved = torch.zeros(0, dtype=torch.int64) if attacked is None else attacked.positions
+    points, where = torch.cat([torch.arange(source.points), moved]), torch.full((source.points,), -1)
+    where[moved] = source.points + torch.arange(len(moved))
+    # What randomises scores and boundaries: two numbers per point, independent of its noise.
+    uniform = torch.rand(2, source.points, generator=torch.Generator().manual_seed(seed))[:, points]
     # Groups that one promise speaks of are looked at under the others too.
     groups = next((entry.promise.groups for entry in listed if entry.promise.groups is not None), None)
     runners = [Runner(entry, source, shape, points, groups) for entry in listed]
@@ -194,14 +183,12 @@ def evaluate_entries(
         held = Held(source, some[0].holdout, uniform, {run.entry.task for run in fresh})
         for run in fresh:
             run.fit(held, some[0])
-        new: list[Scored] = []
         for scored in kept or held.and_rest(attacked):
             for run in fresh:
                 run.keep(scored)
             scored.forget()
             if source.kept and number == 0:
-                new.append(scored)
-        kept = kept or new
+                kept.append(scored)
         for at, split in enumerate(some):
             hit = where[split.test]
             for place, run in enumerate(runners):
@@ -213,19 +200,12 @@ def evaluate_entries(
     return [run.rows() for run in runners]
 
 
-def uniforms(n: int, seed: int) -> Tensor:
-    """The numbers that randomise scores and boundaries: two per point, independent of its noise, [2, n]."""
-    return torch.rand(2, n, generator=torch.Generator().manual_seed(seed))
-
-
 class Runner:
     """One entry: fitted on a holdout, then judged split by split on the statistics that it keeps of all points."""
 
     rule: Rule
 
-    def __init__(
-        self, entry: Entry, source: Source, shape: tuple[int, ...] | None, points: Tensor, groups: Any = None
-    ) -> None:
+    def __init__(self, entry: Entry, source: Source, shape: Shape, points: Tensor, groups: Any) -> None:
         self.entry, self.source, self.shape = replace(entry, method=entry.method.suited(entry.task)), source, shape
         self.task, groups, group = entry.task, entry.promise.groups or groups, None
         self.groups = 0 if groups is None else len(groups.per)
@@ -245,12 +225,12 @@ class Runner:
 
     def fit(self, held: Held, split: Split) -> None:
         """Choose the rule; runners of one task share the holdout and what is computed from it."""
-        entry = self.entry
-        self.task = held.seen(entry.task)
+        entry, holdout = self.entry, held.holdouts[self.entry.task]
+        self.task = holdout.task
         asked = entry.asked(self.source, len(self._calibration(split)), self.task, self.shape)
         entry.method.check(asked, self.task)
-        held_out = held.holdout(entry.task) if self.needs_holdout else None
-        self.rule = entry.method.fit(asked.settled(held_out), held_out)
+        chosen_on = holdout if self.needs_holdout else None
+        self.rule = entry.method.fit(asked.settled(chosen_on), chosen_on)
 
     def keep(self, scored: Scored) -> None:
         """Statistics of one piece, into their places among those of all points."""
@@ -259,8 +239,7 @@ class Runner:
     def judge(self, split: Split, test: Tensor, attack: str = "none") -> None:
         """Calibrate on the split and look at some points."""
         seen = self.kept.judged(self.task, self.rule, self._calibration(split), test)
-        found = self.observed.setdefault(attack, Observed())
-        found.add(test, *seen[:4], self.task.candidates, seen.group, self.groups)
+        self.observed.setdefault(attack, Observed()).add(seen, self.task.candidates, self.groups)
 
     def rows(self) -> list[Row]:
         """One row per attack, the clean one first."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from keepcover.methods import Holdout, Rule
+from keepcover.evaluation.rows import Seen
+from keepcover.methods import Rule
 from keepcover.prediction.collecting import Kept
 from keepcover.prediction.source import Piece, Source
 from keepcover.promises import Sample, for_queries, of_truth
@@ -60,7 +61,7 @@ class Scored:
 
 
 class Held:
-    """The holdout of a source, as every task keeps it.
+    """The holdout of a source, as every task keeps it: ``holdouts`` by task, each with the task that has seen the outputs.
 
     Where reading costs something the holdout is read once and stays in memory, unless no task needs all of it: then it is thinned as
     it is read, and read again with the other points.
@@ -68,32 +69,18 @@ class Held:
 
     def __init__(self, source: Source, rows: Tensor, uniform: Tensor, tasks: set[Task]) -> None:
         self.source, self.rows, self.uniform = source, rows, uniform
-        self.whole = source.kept or any(task.single for task in tasks)
-        self._kept = {task: Kept() for task in tasks}
-        self._seen: dict[Task, Task] = {}
-        self._holdouts: dict[Task, Holdout] = {}
-        self.pieces: list[Scored] = []
+        self.pieces: list[Scored] | None = [] if not source.kept and any(task.single for task in tasks) else None
+        kept, seen = {task: Kept() for task in tasks}, {task: task for task in tasks}
         for piece in source.read(rows):
             scored = Scored(piece, uniform)
             for task in tasks:
-                self._seen[task] = known = task.seen(scored.outputs)
+                seen[task] = known = task.seen(scored.outputs)
                 truth = scored.known(known)
                 items = None if task.single else known.items(scored.outputs, truth, Reading(order=True), scored.u)
-                self._kept[task].add(known, scored.outputs, truth, scored.u, items)
-            if self.whole and not source.kept:
+                kept[task].add(known, scored.outputs, truth, scored.u, items)
+            if self.pieces is not None:
                 self.pieces.append(scored)
-
-    def seen(self, task: Task) -> Task:
-        """The task with what the outputs fix."""
-        return self._seen[task]
-
-    def holdout(self, task: Task) -> Holdout:
-        """What the task keeps of the holdout, one value for all who ask."""
-        if task not in self._holdouts:
-            made = self._kept.pop(task).holdout(self._seen[task])
-            assert made is not None
-            self._holdouts[task] = made
-        return self._holdouts[task]
+        self.holdouts: dict[Task, Any] = {task: kept[task].holdout(seen[task]) for task in tasks}
 
     def and_rest(self, attacked: Attacked | None) -> Iterator[Scored]:
         """Every point of the source once, then the attacked ones, with the truth of the clean ones."""
@@ -114,7 +101,7 @@ class Held:
     def _clean(self) -> Iterable[Scored]:
         """The holdout is not read again where it is in memory and reading costs something."""
         rows = torch.arange(self.source.points)
-        if self.whole and not self.source.kept:
+        if self.pieces is not None:
             yield from self.pieces
             rows = rows[~torch.isin(rows, self.rows)]
         for piece in self.source.read(rows):
@@ -122,18 +109,6 @@ class Held:
 
 
 # -- what an evaluation keeps of every point, so that thresholds and sets of any split are arithmetic --------------------
-
-
-class Seen(NamedTuple):
-    """Some test points of a split: sizes of their sets, whether those hold the truth or which share of it, whether every set is
-    full, and the points' classes and groups.
-    """
-
-    size: Tensor
-    covered: Tensor
-    trivial: bool
-    label: Tensor | None
-    group: Tensor | None
 
 
 class Statistics:
@@ -172,7 +147,7 @@ class Statistics:
         inside = task.inside(kept["summary"][test], rule, for_queries(threshold, own.group))
         size, covered = task.sizes(inside), own.statistic <= of_truth(threshold, own.label, own.group)
         full = task.candidates is not None and bool((size == task.candidates).all())
-        return Seen(size, covered, full or bool(torch.isposinf(threshold).all()), own.label, own.group)
+        return Seen(test, size, covered, full or bool(torch.isposinf(threshold).all()), own.label, own.group)
 
 
 class Curves(Statistics):
@@ -200,4 +175,4 @@ class Curves(Statistics):
         threshold, own = rule.thresholds(sample[calibration]), sample[test]
         at = torch.searchsorted(grid, for_queries(threshold, own.group).reshape(-1, 1)).expand(len(test), 1)
         size, missed = (kept[name][test].gather(1, at)[:, 0].double() for name in ("size", "missed"))
-        return Seen(size, 1 - missed, bool(torch.isposinf(threshold).all()), None, own.group)
+        return Seen(test, size, 1 - missed, bool(torch.isposinf(threshold).all()), None, own.group)

@@ -22,7 +22,7 @@ from keepcover.prediction.artifact import digest
 from keepcover.prediction.choosing import pick, smoothers_of
 from keepcover.prediction.collecting import Collected, Parts, chosen_rows, chunks_of, collect, run
 from keepcover.prediction.predictor import Calibrated, Predictor
-from keepcover.prediction.question import DRAWS, Level, Question, budget, levels_of, one_noise
+from keepcover.prediction.question import DRAWS, Level, Question, Shape, budget, levels_of, one_noise
 from keepcover.prediction.source import InMemory, source_of
 from keepcover.promises import Promise
 from keepcover.scores import Draws, Items, Score, Tally
@@ -182,7 +182,7 @@ def calibrate_outputs(
     return conclude(question, collected, source.noise, where)
 
 
-def _shape(data: Any) -> tuple[int, ...] | None:
+def _shape(data: Any) -> Shape:
     """The shape of one input, where it is known before reading."""
     first: Any = data[0] if isinstance(data, tuple) and len(data) == 2 else data
     shape = tuple(getattr(first, "shape", ()))

@@ -14,13 +14,13 @@ from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.methods import Holdout
 from keepcover.noise import Gaussian, Noise, Threat, get_noise
 from keepcover.prediction.collecting import Parts, run
-from keepcover.prediction.question import Question, one_noise
+from keepcover.prediction.question import Question, Shape, one_noise
 
 AUTO = "auto"
 FACTORS = (0.5, 0.5**0.5, 1.0, 2.0**0.5, 2.0, 3.0, 4.0)  # of epsilon, that sigma="auto" tries
 
 
-def matching_sigma(epsilon: float, norm: str | None = None, shape: tuple[int, ...] | None = None) -> float:
+def matching_sigma(epsilon: float, norm: str | None = None, shape: Shape = None) -> float:
     """The sigma at which an attack is as strong as one of L2 length sigma: epsilon itself in L2.
 
     Example:
@@ -35,7 +35,7 @@ def matching_sigma(epsilon: float, norm: str | None = None, shape: tuple[int, ..
     return high * epsilon
 
 
-def sigma_grid(epsilons: Sequence[float], norm: str | None = None, shape: tuple[int, ...] | None = None) -> list[float]:
+def sigma_grid(epsilons: Sequence[float], norm: str | None = None, shape: Shape = None) -> list[float]:
     """The sigmas around :func:`matching_sigma` of these radii, to three digits: of their geometric mean where there are several.
 
     Example:
@@ -49,7 +49,7 @@ def sigma_grid(epsilons: Sequence[float], norm: str | None = None, shape: tuple[
 
 
 def smoothers_of(
-    model: Any, sigma: float | str | None, noise: Noise | str | None, question: Question, shape: tuple[int, ...] | None
+    model: Any, sigma: float | str | None, noise: Noise | str | None, question: Question, shape: Shape
 ) -> list[Smoother]:
     """The model under the noise that was asked for, or under each that the holdout may choose."""
     if isinstance(model, Sequence):
@@ -81,9 +81,7 @@ def _bound_quietly(smoother: Smoother, sigma: float) -> bool:
     return True
 
 
-def pick(
-    smoothers: Sequence[Smoother], parts: Parts, question: Question, seed: int, shape: tuple[int, ...] | None
-) -> Smoother:
+def pick(smoothers: Sequence[Smoother], parts: Parts, question: Question, seed: int, shape: Shape) -> Smoother:
     """The smoother whose sets are smallest on the holdout, summed over the levels. No calibration point is looked at."""
     if len(smoothers) == 1:
         return smoothers[0]
@@ -98,7 +96,7 @@ def pick(
     return smoothers[sizes.index(min(sizes))]
 
 
-def expected_size(holdout: Holdout, question: Question, noise: Noise, n: int, shape: tuple[int, ...] | None) -> float:
+def expected_size(holdout: Holdout, question: Question, noise: Noise, n: int, shape: Shape) -> float:
     """Mean set size summed over the levels with n calibration points, from the holdout alone."""
     asked = [question.asked(level, noise, n, shape).settled(holdout) for level in question.levels]
     return sum(question.method.fit(one, holdout).estimated_size(holdout) for one in asked)

@@ -240,7 +240,9 @@ class Predictor:
                 of all groups, without a promise.
         """
         if early_exit and not self.task.early:
-            raise InputError(f"early exit decides label by label, and {self.task.name} has other sets; leave it out")
+            raise InputError(
+                f"early exit decides a query label by label; {self.task.name} has other sets, leave it out"
+            )
         level, group = self._level(alpha, epsilon), self.grouped(groups, images, unknown)
         found, used = self._run(images, self._wanted(level, nested), ids, seed, group, early_exit)
         return self._sets(found, level, nested, used)

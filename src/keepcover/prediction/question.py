@@ -20,6 +20,7 @@ from keepcover.tasks import Task
 
 DRAWS = 16  # per query, where the user names none
 Level = tuple[float, float]  # (alpha, epsilon)
+Shape = tuple[int, ...] | None  # of one input, where it is known
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,11 @@ class Question:
         usual = self.method.usual_calibration_draws(self.draws)
         return self.method.draws_used(self.draws, usual if self.calibration_draws is None else self.calibration_draws)
 
-    def asked(self, level: Level, noise: Noise, n: int, shape: tuple[int, ...] | None) -> Asked:
+    def asked(self, level: Level, noise: Noise, n: int, shape: Shape) -> Asked:
         threat = Threat(noise, level[1], self.norm, shape)
         return Asked(level[0], threat, self.draws, n, self.task.candidates, self.used[1], self.promise)
 
-    def check(self, noise: Noise, n: int | None, shape: tuple[int, ...] | None) -> None:
+    def check(self, noise: Noise, n: int | None, shape: Shape) -> None:
         """Impossible promises are refused before the network runs; n is checked again once it is known exactly."""
         for level in self.levels:
             self.method.check(self.asked(level, noise, n or 10**9, shape), self.task)
@@ -115,7 +116,7 @@ class Question:
 
 
 def budget(
-    noise: Noise, draws: int | None, calibration_draws: int | None, shape: tuple[int, ...] | None, usual: int = DRAWS
+    noise: Noise, draws: int | None, calibration_draws: int | None, shape: Shape, usual: int = DRAWS
 ) -> tuple[int, int | None]:
     """Model evaluations per query and per calibration point: as asked for, or all that a deterministic noise has.
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from keepcover.noise import Noise
 
-SHARE = (
-    1 / 3
-)  # of the accuracy above guessing that noise may take, and of the labels beyond the first that sets may hold
+# Of the accuracy above guessing that noise may take, and of the labels beyond the first that sets may hold.
+SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
