@@ -97,9 +97,6 @@ def combinations() -> Iterator[Combination]:
 
 def own(registry: Mapping[str, Any], names: bool = False) -> list[Any]:
     """The members of a registry that the library brings, or their names."""
-    found = {
-        name: one
-        for name, one in registry.items()
-        if (one if isinstance(one, type) else type(one)).__module__.startswith("keepcover.")
-    }
-    return list(found if names else found.values())
+    kinds = {name: one if isinstance(one, type) else type(one) for name, one in registry.items()}
+    found = [name for name, kind in kinds.items() if kind.__module__.startswith("keepcover.")]
+    return found if names else [registry[name] for name in found]

@@ -135,44 +135,30 @@ class Guarantee:
         return tuple(map(Assumption.of, general + self.assumed + noise + self.promise.assumptions))
 
     def __str__(self) -> str:
-        coverage, points = f"{100 * (1 - self.alpha):.6g} %", f"{self.n} calibration points"
-        start = f"{self.promise.confidence}with probability at least {coverage}{self.promise.whom}, {self.task}"
+        promise, how, points = self.promise, f"method {self.method}", f"{self.n} calibration points{self._few}"
+        start = f"with probability at least {100 * (1 - self.alpha):.6g} %{promise.whom}, {self.task}"
         if self.shares:
-            start = f"{self.promise.confidence}{self.task} is at most {100 * self.alpha:.6g} %{self.promise.whom},"
-        start, points = start[0].upper() + start[1:], points + self._few
+            start = f"{self.task} is at most {100 * self.alpha:.6g} %{promise.whom},"
+        start = promise.confidence + start
+        start = start[0].upper() + start[1:]
         if not self.certified:
-            return (
-                f"{start} that is not attacked{self.promise.sentence} (method {self.method}, {points}); under attack "
-                f"{self.method} promises nothing."
-            )
+            unattacked = f"{start} that is not attacked{promise.sentence} ({how}, {points})"
+            return f"{unattacked}; under attack {self.method} promises nothing."
         noise, plural = self.threat.noise, "s" if self.draws != 1 else ""
-        noise = f"{noise}, {self.draws} {noise.each}{plural} per query"
-        paid = f", Monte Carlo budget {self.spent:g} inside the {100 * self.alpha:g} %" if self.spent else ""
-        return (
-            f"{start} even if an adversary {self.threat}{self.promise.sentence} (method {self.method}, {noise}{paid}, "
-            f"{points})."
-        )
+        how += f", {noise}, {self.draws} {noise.each}{plural} per query"
+        how += f", Monte Carlo budget {self.spent:g} inside the {100 * self.alpha:g} %" if self.spent else ""
+        return f"{start} even if an adversary {self.threat}{promise.sentence} ({how}, {points})."
 
     @property
     def _few(self) -> str:
         """What becomes of classes and groups with too few points."""
         if not self.promise.partition:
             return f"; always in the set: {_some(self.always)}" if self.always else ""
-        unit = self.promise.partition.unit
-        rest = (
-            "a full set"
-            if unit == "group"
-            else "its labels in every set"
-            if unit == "cluster"
-            else "its label in every set"
-        )
-        here = f", here {_some(self.always)}" if self.always else ""
-        few = (
-            f"a {unit} with fewer than {self.least}"
-            if self.least < NEVER
-            else f"every {unit}, however many its points,"
-        )
-        return f"; {few} has {rest}{here}"
+        unit, here = self.promise.partition.unit, f", here {_some(self.always)}" if self.always else ""
+        rest = {"group": "a full set", "cluster": "its labels in every set"}.get(unit, "its label in every set")
+        if self.least >= NEVER:
+            return f"; every {unit}, however many its points, has {rest}{here}"
+        return f"; a {unit} with fewer than {self.least} has {rest}{here}"
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers and the sentence, for JSON."""

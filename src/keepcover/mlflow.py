@@ -86,9 +86,7 @@ def save_model(
         }
         made = _load(data, reference)
         if made.rule.asked.promise.groups is not None:
-            raise InputError(
-                "the promise is per group, and a query of MLflow cannot say its group; use keepcover serve"
-            )
+            raise InputError("the promise is per group, and no query of MLflow can say its group; use keepcover serve")
     except BaseException:
         shutil.rmtree(data)
         raise

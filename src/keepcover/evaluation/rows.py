@@ -155,10 +155,8 @@ class Row:
 
     def cost(self, rows: Sequence[Row]) -> float | None:
         """How much larger sets are than those of the marginal promise among these rows, as a share; None where it is missing."""
-        own, marginal = (
-            (self.asked, self.transform, self.attack),
-            (row for row in rows if not row.guarantee.promise.clauses),
-        )
+        marginal = (row for row in rows if not row.guarantee.promise.clauses)
+        own = (self.asked, self.transform, self.attack)
         same = next((row.size.mean for row in marginal if (row.asked, row.transform, row.attack) == own), None)
         return self.size.mean / same - 1 if same else None
 

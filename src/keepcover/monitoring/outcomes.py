@@ -69,7 +69,7 @@ class Outcomes:
         seen = np.atleast_1d(np.asarray(missed, dtype=float))
         if not ((seen >= 0) & (seen <= 1)).all():  # more than 1 would be evidence for nothing
             raise InputError(
-                f"expected what was missed as booleans or shares in [0, 1], got {seen.min()} to {seen.max()}"
+                f"expected what was missed as booleans or shares in [0, 1], got {seen.min()}, {seen.max()}"
             )
         gained = growth(seen, np.broadcast_to(level, seen.shape)).sum(axis=0)
         self._add(day, [float(len(seen)), float(seen.sum()), *gained.tolist()])

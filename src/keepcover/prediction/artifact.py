@@ -83,7 +83,7 @@ def _refuse_code(predictor: Predictor) -> None:
     for own, known in parts:
         if type(own) is not known:
             raise InputError(
-                f"{type(own).__name__} is code of yours, which a file cannot hold: another would be loaded"
+                f"{type(own).__name__} is code of yours, which a file cannot hold: it would load as another"
             )
 
 

@@ -22,7 +22,7 @@ from keepcover.prediction.artifact import digest
 from keepcover.prediction.choosing import pick, smoothers_of
 from keepcover.prediction.collecting import Collected, Parts, chosen_rows, chunks_of, collect, run
 from keepcover.prediction.predictor import Calibrated, Predictor
-from keepcover.prediction.question import DRAWS, Level, Question, Shape, budget, levels_of, one_noise
+from keepcover.prediction.question import DRAWS, Level, Question, budget, levels_of, one_noise
 from keepcover.prediction.source import InMemory, source_of
 from keepcover.promises import Promise
 from keepcover.scores import Draws, Items, Score, Tally
@@ -88,31 +88,30 @@ def calibrate(
         >>> len(predictor.predict(images[:5]))
         5
     """
-    known = get_task(task, score=score, class_names=class_names)
-    levels = levels_of(alpha, epsilon)
-    question = Question(known, get_method(method), levels, norm, Promise.of(promise), draws or DRAWS, calibration_draws)
+    known, levels = get_task(task, score=score, class_names=class_names), levels_of(alpha, epsilon)
     seed = fresh_seed() if seed is None else seed
-    shape = _shape(data)
-    smoothers = smoothers_of(model, sigma, noise, question, shape)
-    per_query, per_point = budget(smoothers[0].noise, draws, calibration_draws, shape)
-    question = replace(question, draws=per_query, calibration_draws=per_point)
+    inputs, labels = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
+    shape = tuple(getattr(inputs, "shape", ()))[1:] or None  # of one input, where it is known before reading
+    smoothers = smoothers_of(model, sigma, noise, levels, norm, shape)
+    spent = budget(smoothers[0].noise, draws, calibration_draws, shape)
+    question = Question(known, get_method(method), levels, norm, Promise.of(promise), *spent)
     for smoother in smoothers:
         question.check(smoother.noise, length(data), shape)
     choosing = question.needs_holdout or len(smoothers) > 1 or input_scale == "std"
     parts = Parts(data, holdout, ids, seed, choosing)
-    smoothers = _in_units(smoothers, input_scale, parts)
-    group = question.groups(data, parts.calibrating)
-    question.warn_of_few(_labels(data, known, parts), group)
+    smoothers = _in_units(smoothers, input_scale, parts, inputs)
+    group, label = question.groups(data, parts.calibrating), None
+    if known.classed and labels is not None and not isinstance(labels, tuple):  # which would be a batch
+        label = known.check_truth(labels, len(inputs))[parts.calibrating].cpu()
+    question.warn_of_few(label, group)
     smoother = pick(smoothers, parts, question, seed, shape)
     collected = run(smoother, parts, question, seed, group)
-    among = tuple(str(one.noise) for one in smoothers) if len(smoothers) > 1 else ()
-    seen, first = collected.inputs, collected.shape
+    among = [str(one.noise) for one in smoothers] if len(smoothers) > 1 else []
+    seen, first, added = collected.inputs, collected.shape, smoother.noise
     assert seen is not None
-    if seen.shape is None and smoother.noise.needs_shape(smoother.noise.check_norm(norm)):
-        raise InputError(
-            f"under {smoother.noise} the promise depends on the shape of an input, and several came; calibrate each"
-        )
-    made = conclude(question, collected, smoother.noise, seen.shape, among)
+    if seen.shape is None and added.needs_shape(added.check_norm(norm)):
+        raise InputError(f"with {added} the promise depends on the shape of an input, and several came; calibrate each")
+    made = conclude(question, collected, added, seen.shape, among)
     identity = Identity.of(smoother, probes(first, seen.low, seen.high, seen.tokens), fingerprint)
     return replace(made, smoother=smoother, identity=identity, numerics=smoother.numerics)
 
@@ -162,10 +161,10 @@ def calibrate_outputs(
     n, available = source.points, source.draws
     known, where = get_task(task, score=score, class_names=class_names), None if shape is None else tuple(shape)
     wanted, _ = budget(source.noise, draws, None, where, min(DRAWS, available))
-    question = Question(known, get_method(method), levels_of(alpha, epsilon), norm, Promise.of(promise), wanted)
     if wanted > available or (source.noise.deterministic and wanted != available):
         raise InputError(f"asked for {wanted} draws per query, {available} outputs per point are there")
-    question = replace(question, calibration_draws=available)
+    levels, promised = levels_of(alpha, epsilon), Promise.of(promise)
+    question = Question(known, get_method(method), levels, norm, promised, wanted, available)
     question.check(source.noise, n, where)
     seed = fresh_seed() if seed is None else seed
     held = torch.zeros(n, dtype=torch.bool)
@@ -182,26 +181,17 @@ def calibrate_outputs(
     return conclude(question, collected, source.noise, where)
 
 
-def _shape(data: Any) -> Shape:
-    """The shape of one input, where it is known before reading."""
-    first: Any = data[0] if isinstance(data, tuple) and len(data) == 2 else data
-    shape = tuple(getattr(first, "shape", ()))
-    return shape[1:] if len(shape) > 1 else None
-
-
-def _in_units(smoothers: list[Smoother], input_scale: Any, parts: Parts) -> list[Smoother]:
+def _in_units(smoothers: list[Smoother], input_scale: Any, parts: Parts, inputs: Any) -> list[Smoother]:
     """The smoothers with one unit per feature; a warning where features need some and have none."""
     if input_scale is None:
-        first: Any = parts.data[0] if isinstance(parts.data, tuple) and len(parts.data) == 2 else None
-        if getattr(first, "ndim", 0) == 2 and smoothers[0].input_scale is None and smoothers[0].noise.certifies:
-            warn_of_units(torch.as_tensor(first))
+        if getattr(inputs, "ndim", 0) == 2 and smoothers[0].input_scale is None and smoothers[0].noise.certifies:
+            warn_of_units(torch.as_tensor(inputs))
         return smoothers
     if isinstance(input_scale, str):
         if input_scale != "std":
             raise InputError(f'expected input_scale="std" or one positive number per feature, got {input_scale!r}')
-        if (
-            not in_memory(parts.data) and parts.given is None
-        ):  # a loader may hold out other points when it is read again
+        # A loader may hold out other points when it is read again.
+        if not in_memory(parts.data) and parts.given is None:
             raise InputError('input_scale="std" reads the holdout before the network does: give it as holdout=')
         # On the holdout alone: units that calibration points had a say in would void their exchangeability with queries.
         held = torch.cat([batch.images for role, batch in parts.batches(only_holdout=True) if role == "holdout"])
@@ -211,29 +201,20 @@ def _in_units(smoothers: list[Smoother], input_scale: Any, parts: Parts) -> list
     return [smoother.under(smoother.noise, input_scale=input_scale) for smoother in smoothers]
 
 
-def _labels(data: Any, task: Task, parts: Parts) -> Tensor | None:
-    """The classes of the calibration points, where they are known before the network runs."""
-    pair = isinstance(data, tuple) and len(data) == 2 and not isinstance(data[1], tuple)  # else two batches
-    if not (pair and task.classed):
-        return None
-    return task.check_truth(data[1], len(data[0]))[parts.calibrating].cpu()
-
-
 def conclude(
-    question: Question, collected: Collected, noise: Noise, shape: Any, among: tuple[str, ...] = ()
+    question: Question, collected: Collected, noise: Noise, shape: Any, among: Sequence[str] = ()
 ) -> Predictor:
     """Fit every level's rule on the holdout, then look at the calibration points once."""
     if collected.items is None:
         raise InputError("no calibration points are left after the holdout; give more data")
-    items, question = collected.items, replace(question, task=collected.task)
+    items, holdout, question = collected.items, collected.holdout, replace(question, task=collected.task)
     question.promise.check(question.task)
     levels: dict[Level, Calibrated] = {}
     for level in question.levels:
-        asked = question.asked(level, noise, items.points, shape).settled(collected.holdout)
-        rule = question.method.fit(asked, collected.holdout)
+        asked = question.asked(level, noise, items.points, shape).settled(holdout)
+        rule = question.method.fit(asked, holdout)
         rule.guarantee(question.task)
         levels[level] = calibrated(rule, items, collected.sample, collected.unknown)
-    holdout = collected.holdout
     made = Predictor(
         question.task,
         levels,
@@ -243,7 +224,7 @@ def conclude(
         holdout_size=0 if holdout is None else len(holdout),
         inputs=collected.inputs,
         accuracy=collected.accuracy,
-        among=among,
+        among=tuple(among),
         history=(entry("calibrate", items, collected.unknown, [0]),),
     )
     return announced(made)

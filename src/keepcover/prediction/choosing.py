@@ -14,7 +14,7 @@ from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.methods import Holdout
 from keepcover.noise import Gaussian, Noise, Threat, get_noise
 from keepcover.prediction.collecting import Parts, run
-from keepcover.prediction.question import Question, Shape, one_noise
+from keepcover.prediction.question import Level, Question, Shape, one_noise
 
 AUTO = "auto"
 FACTORS = (0.5, 0.5**0.5, 1.0, 2.0**0.5, 2.0, 3.0, 4.0)  # of epsilon, that sigma="auto" tries
@@ -49,7 +49,7 @@ def sigma_grid(epsilons: Sequence[float], norm: str | None = None, shape: Shape 
 
 
 def smoothers_of(
-    model: Any, sigma: float | str | None, noise: Noise | str | None, question: Question, shape: Shape
+    model: Any, sigma: Any, noise: Any, levels: Sequence[Level], norm: str | None, shape: Shape
 ) -> list[Smoother]:
     """The model under the noise that was asked for, or under each that the holdout may choose."""
     if isinstance(model, Sequence):
@@ -60,7 +60,7 @@ def smoothers_of(
         return [Smoother(one, get_noise(added)) for added, one in model]
     if sigma == AUTO and noise is None:
         smoother = model if isinstance(model, Smoother) else Smoother(model, 0.0)
-        grid = sigma_grid(sorted({epsilon for _, epsilon in question.levels}), question.norm, shape)
+        grid = sigma_grid(sorted({epsilon for _, epsilon in levels}), norm, shape)
         seen = [one for one in grid if _bound_quietly(smoother, one)]  # a denoiser has not seen every sigma
         return [smoother.under(Gaussian(one)) for one in seen or grid]
     if isinstance(model, Smoother):

@@ -33,9 +33,8 @@ def chosen_rows(n: int, size: int | None, seed: int) -> Tensor:
     if n == 0:
         raise InputError("expected labelled points to calibrate on, got none")
     if not 1 <= size < n:
-        raise InputError(
-            f"expected a holdout of 1 to {n - 1} of the {n} points, got {size}; give more data or holdout=(images, labels)"
-        )
+        what = f"expected a holdout of 1 to {n - 1} of the {n} points, got {size}"
+        raise InputError(f"{what}; give more data or holdout=(images, labels)")
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed % 2**63))[:size]
 
 
@@ -139,11 +138,8 @@ def run(
             seen.append(InputRange.of(batch.images))
             yield batch, spans[role], streams[role]
 
-    def chunks() -> Iterator[Chunk]:
-        for batch, stream, outputs in smoother.streams(wanted(), None if only_holdout else total):
-            yield chunk_of(smoother, batch, stream, outputs)
-
-    collected = collect(chunks(), question, total, group)
+    passes = smoother.streams(wanted(), None if only_holdout else total)
+    collected = collect((chunk_of(smoother, *one) for one in passes), question, total, group)
     return replace(collected, inputs=reduce(InputRange.union, seen), shape=seen[-1].shape)
 
 
@@ -197,13 +193,11 @@ def collect(
     ``group`` is that of every calibration point, where the promise is per group.
     """
     alone = renewing or not question.method.needs_holdout
-    items: list[Items] = []
-    tally: Tally | None = None
+    found: Items | Tally | None = None
     labels: list[Tensor] = []
-    points = 0
-    values, kept = Gathered(total), {"holdout": Kept(), "calibration": Kept()}
     right: dict[str, list[Tensor]] = {"noisy": [], "clean": []}
-    task, unknown = question.task, 0
+    values, kept = Gathered(total), {"holdout": Kept(), "calibration": Kept()}
+    task, points, unknown = question.task, 0, 0
     for number, (stream, ids, outputs, given, clean) in enumerate(chunks):
         task = task.seen(outputs)
         if number == 0:
@@ -214,28 +208,24 @@ def collect(
             good = None if some is None else task.right(some, their)
             if good is not None:
                 right[name].append(good)
-        uniform, held = task.uniform(stream, ids), kept[stream.role]
-        own = (
-            None if stream.role == "holdout" and task.single else task.items(outputs, truth, question.reading, uniform)
-        )
-        if stream.role == "holdout" or (held.points < SAMPLE and alone):
-            held.add(task, outputs, known, uniform, None if task.single else own)
-        if stream.role == "holdout":
+        uniform, beside, aside = task.uniform(stream, ids), kept[stream.role], stream.role == "holdout"
+        own: Any = None if aside and task.single else task.items(outputs, truth, question.reading, uniform)
+        if aside or (beside.points < SAMPLE and alone):
+            beside.add(task, outputs, known, uniform, None if task.single else own)
+        if aside:
             continue
-        assert own is not None
         points += len(outputs)
         if own.several:
             part = own.first(question.used[1]).total(None if group is None else group[points - len(outputs) : points])
-            tally = part if tally is None else tally.plus(part)
+            found = found.plus(part) if isinstance(found, Tally) else part
             continue
-        items.append(own)
+        found = own
         if "label" in question.promise.reads and (label := task.label_of(known)) is not None:
             labels.append(label.cpu())
         unknown += int((known < 0).sum()) if task.open_labels else 0
         values.add(own.draws.values)
-    found: Items | Tally | None = tally
-    if items:
-        draws = Draws(values.whole(), items[0].draws.unit)
+    if isinstance(found, Items):
+        draws = Draws(values.whole(), found.draws.unit)
         found = Items(draws, points, label=torch.cat(labels) if labels else None, group=group)
     means = [float(torch.cat(some).mean()) for some in right.values() if some]
     holdout, sample = (some.holdout(task) for some in kept.values())

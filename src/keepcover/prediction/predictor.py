@@ -241,7 +241,7 @@ class Predictor:
         """
         if early_exit and not self.task.early:
             raise InputError(
-                f"early exit decides a query label by label; {self.task.name} has other sets, leave it out"
+                f"early exit decides a query label by label; {self.task.name} does otherwise, leave it out"
             )
         level, group = self._level(alpha, epsilon), self.grouped(groups, images, unknown)
         found, used = self._run(images, self._wanted(level, nested), ids, seed, group, early_exit)
@@ -282,14 +282,12 @@ class Predictor:
             ids, seed: key the random numbers of randomised scores and boundaries, as in :meth:`predict`.
             groups, unknown: as for :meth:`predict`.
         """
-        outputs, level, wanted = check_outputs(outputs), self._level(alpha, epsilon), self.draws
-        n, drawn = outputs.shape[:2]
-        if drawn < wanted:
-            raise InputError(
-                f"expected at least {wanted} noisy outputs per query, as calibrated, got {drawn}; draw more"
-            )
+        outputs, level, least = check_outputs(outputs), self._level(alpha, epsilon), self.draws
+        n, have = outputs.shape[:2]
+        if have < least:
+            raise InputError(f"expected at least {least} noisy outputs per query, as calibrated, got {have}; draw more")
         keys, group = torch.arange(n) if ids is None else check_ids(ids, n), self.grouped(groups, n, unknown)
-        found = self.decide(outputs[:, :wanted], keys, self._stream(seed), self._wanted(level, nested), group)
+        found = self.decide(outputs[:, :least], keys, self._stream(seed), self._wanted(level, nested), group)
         return self._sets(found, level, nested)
 
     def _wanted(self, level: Level, nested: bool) -> list[Level]:
@@ -522,7 +520,6 @@ class Predictor:
 def _part(group: Tensor | None, start: int, end: int, whole: bool = False) -> Tensor | None:
     """The groups of the queries from ``start`` to ``end``, all there are where ``whole``: of a stream their number shows as it goes."""
     if group is not None and (len(group) < end or (whole and len(group) != end)):
-        raise InputError(
-            f"expected one group per query, got {len(group)} groups for {end} queries{'' if whole else ' or more'}"
-        )
+        found = f"{len(group)} groups for {end} queries{'' if whole else ' or more'}"
+        raise InputError(f"expected one group per query, got {found}")
     return None if group is None else group[start:end]

@@ -96,9 +96,7 @@ class Question:
         names = promise.groups.per if group is not None else getattr(self.task, "class_names", None)
         classes = self.task.candidates or (len(names) if names else int(known.max()) + 1)
         if group is None and len(known) and int(known.max()) >= classes:
-            raise InputError(
-                f"expected labels between 0 and {classes - 1}, of {classes} classes, got {int(known.max())}"
-            )
+            raise InputError(f"expected labels between 0 and {classes - 1}, of {classes} classes, got {known.max()}")
         cell = promise.partition.cells(Sample(known, label=label, group=group))
         assert cell is not None
         points = cell.bincount(minlength=promise.cells(classes))
@@ -131,9 +129,7 @@ def budget(
         raise InputError(f"{noise} are as many as an image has columns: give shape=, or data in memory")
     every = noise.positions(shape)
     if {draws, calibration_draws} - {None, every}:
-        raise InputError(
-            f"{noise} of inputs {list(shape)} are {every} evaluations, no more and no less; leave draws out"
-        )
+        raise InputError(f"{noise} of {list(shape)} are {every} evaluations, no more and no less; leave draws out")
     return every, every
 
 

@@ -63,10 +63,8 @@ class Report:
         stated = [one.to_dict().values() for one in self.predictor.guarantee.assumptions]
         rests = html_table(["assumption", "checked", "how"], map(tuple, stated))
         origin = html_table(["fact", "value"], facts(self.predictor).items())
-        return (
-            f"{levels_table(self.predictor)}<h3>What the promise rests on</h3>{rests}"
-            f"<h3>Where it comes from</h3>{origin}"
-        )
+        promised = f"{levels_table(self.predictor)}<h3>What the promise rests on</h3>{rests}"
+        return f"{promised}<h3>Where it comes from</h3>{origin}"
 
     def __str__(self) -> str:
         rests = [f"  - {one} ({CHECKED[one.by]})" for one in self.predictor.guarantee.assumptions]
