@@ -16,15 +16,17 @@ from torch import Tensor
 
 from keepcover.errors import InputError
 from keepcover.evaluation.random_splits import Split, random_splits
-from keepcover.evaluation.rows import Observed, Row
-from keepcover.evaluation.scored import Attacked, Curves, Held, Scored, Statistics
+from keepcover.evaluation.rows import Observed, Row, Seen
+from keepcover.evaluation.scored import Attacked, Held, Scored
 from keepcover.methods import Asked, Method, Rule, get_method, usable
 from keepcover.noise import Noise, Threat, get_noise
 from keepcover.prediction.question import Shape
 from keepcover.prediction.source import Source, source_of
-from keepcover.promises import Promise
-from keepcover.scores import PTT, Score
+from keepcover.promises import Promise, Sample, for_queries, of_truth
+from keepcover.scores import PTT, Draws, Items, Score, Tally
 from keepcover.tasks import Classification, Task, get_task
+
+MANY = 256  # draws beyond which picking one order statistic is cheaper than sorting for a few
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def evaluate_entries(
     uniform = torch.rand(2, source.points, generator=torch.Generator().manual_seed(seed))[:, points]
     # Groups that one promise speaks of are looked at under the others too.
     groups = next((entry.promise.groups for entry in listed if entry.promise.groups is not None), None)
-    runners = [Runner(entry, source, shape, points, groups) for entry in listed]
+    runners = [(Runner if e.task.single else Curves)(e, source, shape, points, groups) for e in listed]
     kept: list[Scored] = []
     for number, some in enumerate([[split] for split in every] if redraw_holdout else [every]):
         fresh = [run for run in runners if number == 0 or run.needs_holdout]
@@ -201,20 +203,22 @@ def evaluate_entries(
 
 
 class Runner:
-    """One entry: fitted on a holdout, then judged split by split on the statistics that it keeps of all points."""
+    """One entry: fitted on a holdout, then judged split by split on the statistics that it keeps of all points, so that
+    thresholds and sets of any split are arithmetic.
+    """
 
     rule: Rule
 
     def __init__(self, entry: Entry, source: Source, shape: Shape, points: Tensor, groups: Any) -> None:
         self.entry, self.source, self.shape = replace(entry, method=entry.method.suited(entry.task)), source, shape
-        self.task, groups, group = entry.task, entry.promise.groups or groups, None
+        self.task, self.total, groups = entry.task, len(points), entry.promise.groups or groups
         self.groups = 0 if groups is None else len(groups.per)
+        self.kept: dict[str, Tensor] = {}
+        self.observed: dict[str, Observed] = {}
         if groups is not None:
             if groups.codes is None or len(groups.codes) != source.points:
                 raise InputError(f"expected the group of each of {source.points} points, Promise(per=groups)")
-            group = groups.codes[points]
-        self.kept = (Statistics if entry.task.single else Curves)(len(points), group)
-        self.observed: dict[str, Observed] = {}
+            self.kept["group"] = groups.codes[points]
 
     def _calibration(self, split: Split) -> Tensor:
         return split.calibration if self.needs_holdout else split.calibration_with_holdout
@@ -234,14 +238,72 @@ class Runner:
 
     def keep(self, scored: Scored) -> None:
         """Statistics of one piece, into their places among those of all points."""
-        self.kept.add(scored, self.task.seen(scored.outputs), self.rule)
+        for name, part in self.found(scored, self.task.seen(scored.outputs)).items():
+            if name not in self.kept or self.kept[name].shape[1:] != part.shape[1:]:
+                self.kept[name] = part.new_empty(self.total, *part.shape[1:], device="cpu")
+            self.kept[name][scored.rows] = part.cpu()
 
     def judge(self, split: Split, test: Tensor, attack: str = "none") -> None:
         """Calibrate on the split and look at some points."""
-        seen = self.kept.judged(self.task, self.rule, self._calibration(split), test)
+        seen = self.judged(self._calibration(split), test)
         self.observed.setdefault(attack, Observed()).add(seen, self.task.candidates, self.groups)
 
     def rows(self) -> list[Row]:
         """One row per attack, the clean one first."""
         promise = self.rule.guarantee(self.task)
         return [Row(promise, seen, attack, self.entry.method.name) for attack, seen in self.observed.items()]
+
+    def found(self, scored: Scored, task: Task) -> dict[str, Tensor]:
+        """What is kept of one piece: the statistics that thresholds are made of and compared with."""
+        rule = self.rule
+        prepared, items = scored.scores(task, rule.reading)
+        own, test = items.draws.first(rule.calibration_draws), items.draws.first(rule.test_draws)
+        if rule.counting is not None and test.count <= MANY:  # sorted once, looked up for every rule
+            _ = own.ascending, prepared.first(rule.test_draws).ascending if hasattr(prepared, "first") else None
+        label = task.label_of(scored.known(task))
+        return {
+            "calibration": rule.statistic(own),
+            "summary": task.summary(prepared, rule, scored.v),
+            "true": rule.test_statistic(test, scored.v),
+            **({} if label is None else {"label": label}),
+        }
+
+    def judged(self, calibration: Tensor, test: Tensor) -> Seen:
+        """Calibrate on some points and look at others."""
+        kept, task, rule = self.kept, self.task, self.rule
+        known = Sample(kept["true"], label=kept.get("label"), group=kept.get("group"))
+        threshold = rule.thresholds(replace(known, statistic=kept["calibration"])[calibration])
+        own = known[test]
+        inside = task.inside(kept["summary"][test], rule, for_queries(threshold, own.group))
+        size, covered = task.sizes(inside), own.statistic <= of_truth(threshold, own.label, own.group)
+        full = task.candidates is not None and bool((size == task.candidates).all())
+        return Seen(test, size, covered, full or bool(torch.isposinf(threshold).all()), own.label, own.group)
+
+
+class Curves(Runner):
+    """Several things to cover per point: what each loses, misses and keeps at every threshold of the grid."""
+
+    def found(self, scored: Scored, task: Task) -> dict[str, Tensor]:
+        rule = self.rule
+        prepared, items = scored.scores(task, rule.reading)
+        return {
+            "calibration": rule.losses(items.first(rule.calibration_draws)),
+            "missed": self._missed(items, rule, scored.v),
+            "size": task.sizes_on_grid(task.summary(prepared, rule, scored.v), rule).float(),
+        }
+
+    def _missed(self, items: Items | Tally, rule: Rule, v: Tensor) -> Tensor:
+        """The share that every point misses with the draws of a query."""
+        if not isinstance(items, Items):
+            return rule.losses(items).float()
+        statistic = rule.test_statistic(items.draws.first(rule.test_draws), v[items.weights[1]])
+        return replace(items, draws=Draws(statistic[:, None])).losses((0.0, 1.0)).float()
+
+    def judged(self, calibration: Tensor, test: Tensor) -> Seen:
+        kept, rule, grid = self.kept, self.rule, self.task.thresholds
+        losses = kept["calibration"]
+        sample = Sample(losses, -1, torch.ones(len(losses), dtype=torch.int64), grid, group=kept.get("group"))
+        threshold, own = rule.thresholds(sample[calibration]), sample[test]
+        at = torch.searchsorted(grid, for_queries(threshold, own.group).reshape(-1, 1)).expand(len(test), 1)
+        size, missed = (kept[name][test].gather(1, at)[:, 0].double() for name in ("size", "missed"))
+        return Seen(test, size, 1 - missed, bool(torch.isposinf(threshold).all()), None, own.group)

@@ -1,4 +1,4 @@
-"""Noisy outputs on their way through an evaluation: read piece by piece, the holdout first, and what is kept of every point."""
+"""Noisy outputs on their way through an evaluation: read piece by piece, the holdout first."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepcover.evaluation.rows import Seen
-from keepcover.methods import Rule
 from keepcover.prediction.collecting import Kept
 from keepcover.prediction.source import Piece, Source
-from keepcover.promises import Sample, for_queries, of_truth
-from keepcover.scores import Draws, Items, Reading, Tally
+from keepcover.scores import Draws, Items, Reading
 from keepcover.tasks import Task
-
-MANY = 256  # draws beyond which picking one order statistic is cheaper than sorting for a few
 
 
 @dataclass(frozen=True)
@@ -106,73 +101,3 @@ class Held:
             rows = rows[~torch.isin(rows, self.rows)]
         for piece in self.source.read(rows):
             yield Scored(piece, self.uniform)
-
-
-# -- what an evaluation keeps of every point, so that thresholds and sets of any split are arithmetic --------------------
-
-
-class Statistics:
-    """One thing to cover per point: the statistics that thresholds are made of and compared with."""
-
-    def __init__(self, total: int, group: Tensor | None) -> None:
-        self.total = total
-        self.kept: dict[str, Tensor] = {} if group is None else {"group": group}
-
-    def add(self, scored: Scored, task: Task, rule: Rule) -> None:
-        """Of one piece, into their places among those of all points."""
-        for name, part in self.found(scored, task, rule).items():
-            if name not in self.kept or self.kept[name].shape[1:] != part.shape[1:]:
-                self.kept[name] = part.new_empty(self.total, *part.shape[1:], device="cpu")
-            self.kept[name][scored.rows] = part.cpu()
-
-    def found(self, scored: Scored, task: Task, rule: Rule) -> dict[str, Tensor]:
-        prepared, items = scored.scores(task, rule.reading)
-        own, test = items.draws.first(rule.calibration_draws), items.draws.first(rule.test_draws)
-        if rule.counting is not None and test.count <= MANY:  # sorted once, looked up for every rule
-            _ = own.ascending, prepared.first(rule.test_draws).ascending if hasattr(prepared, "first") else None
-        label = task.label_of(scored.known(task))
-        return {
-            "calibration": rule.statistic(own),
-            "summary": task.summary(prepared, rule, scored.v),
-            "true": rule.test_statistic(test, scored.v),
-            **({} if label is None else {"label": label}),
-        }
-
-    def judged(self, task: Task, rule: Rule, calibration: Tensor, test: Tensor) -> Seen:
-        """Calibrate on some points and look at others."""
-        kept = self.kept
-        known = Sample(kept["true"], label=kept.get("label"), group=kept.get("group"))
-        threshold = rule.thresholds(replace(known, statistic=kept["calibration"])[calibration])
-        own = known[test]
-        inside = task.inside(kept["summary"][test], rule, for_queries(threshold, own.group))
-        size, covered = task.sizes(inside), own.statistic <= of_truth(threshold, own.label, own.group)
-        full = task.candidates is not None and bool((size == task.candidates).all())
-        return Seen(test, size, covered, full or bool(torch.isposinf(threshold).all()), own.label, own.group)
-
-
-class Curves(Statistics):
-    """Several things to cover per point: what each loses, misses and keeps at every threshold of the grid."""
-
-    def found(self, scored: Scored, task: Task, rule: Rule) -> dict[str, Tensor]:
-        prepared, items = scored.scores(task, rule.reading)
-        return {
-            "calibration": rule.losses(items.first(rule.calibration_draws)),
-            "missed": self._missed(items, rule, scored.v),
-            "size": task.sizes_on_grid(task.summary(prepared, rule, scored.v), rule).float(),
-        }
-
-    def _missed(self, items: Items | Tally, rule: Rule, v: Tensor) -> Tensor:
-        """The share that every point misses with the draws of a query."""
-        if not isinstance(items, Items):
-            return rule.losses(items).float()
-        statistic = rule.test_statistic(items.draws.first(rule.test_draws), v[items.weights[1]])
-        return replace(items, draws=Draws(statistic[:, None])).losses((0.0, 1.0)).float()
-
-    def judged(self, task: Task, rule: Rule, calibration: Tensor, test: Tensor) -> Seen:
-        kept, grid = self.kept, task.thresholds
-        losses = kept["calibration"]
-        sample = Sample(losses, -1, torch.ones(len(losses), dtype=torch.int64), grid, group=kept.get("group"))
-        threshold, own = rule.thresholds(sample[calibration]), sample[test]
-        at = torch.searchsorted(grid, for_queries(threshold, own.group).reshape(-1, 1)).expand(len(test), 1)
-        size, missed = (kept[name][test].gather(1, at)[:, 0].double() for name in ("size", "missed"))
-        return Seen(test, size, 1 - missed, bool(torch.isposinf(threshold).all()), None, own.group)

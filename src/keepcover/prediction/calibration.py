@@ -1,9 +1,13 @@
-"""From noisy outputs to a predictor: hold out, tune, calibrate. The network runs once; the rest is arithmetic on its outputs."""
+"""From noisy outputs to a predictor: hold out, tune, calibrate, and renew. The network runs once; the rest is arithmetic on its
+outputs.
+"""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal
@@ -12,21 +16,25 @@ import torch
 from torch import Tensor
 
 from keepcover.engine.fingerprint import Identity
-from keepcover.engine.inputs import in_memory, length, warn_of_units
-from keepcover.engine.smoother import Classifier, Smoother
-from keepcover.errors import InputError, warn
+from keepcover.engine.inputs import in_memory, in_order, length, warn_of_units
+from keepcover.engine.smoother import Classifier, Smoother, bound
+from keepcover.errors import InputError, KeepcoverWarning, warn
 from keepcover.methods import Holdout, Method, Rule, get_method
-from keepcover.noise import Noise, Stream, fresh_seed
+from keepcover.noise import Gaussian, Noise, Stream, Threat, fresh_seed, get_noise
 from keepcover.noise.stream import probes
 from keepcover.prediction.artifact import digest
-from keepcover.prediction.choosing import pick, smoothers_of
-from keepcover.prediction.collecting import Collected, Parts, chosen_rows, chunks_of, collect, run
+from keepcover.prediction.collecting import Chunk, Collected, Parts, chosen_rows, chunk_of, chunks_of, collect, run
 from keepcover.prediction.predictor import Calibrated, Predictor
-from keepcover.prediction.question import DRAWS, Level, Question, budget, levels_of, one_noise
+from keepcover.prediction.question import DRAWS, Level, Question, Shape, budget, levels_of, one_noise
 from keepcover.prediction.source import InMemory, source_of
 from keepcover.promises import Promise
 from keepcover.scores import Draws, Items, Score, Tally
+from keepcover.store import LogitStore
 from keepcover.tasks import Task, get_task
+
+AUTO = "auto"
+FACTORS = (0.5, 0.5**0.5, 1.0, 2.0**0.5, 2.0, 3.0, 4.0)  # of epsilon, that sigma="auto" tries
+Read = Callable[[int, Stream], Iterable[Chunk]]  # so many draws of every new point, under this noise
 
 
 def calibrate(
@@ -106,14 +114,14 @@ def calibrate(
     question.warn_of_few(label, group)
     smoother = pick(smoothers, parts, question, seed, shape)
     collected = run(smoother, parts, question, seed, group)
-    among = [str(one.noise) for one in smoothers] if len(smoothers) > 1 else []
+    among = tuple(str(one.noise) for one in smoothers) if len(smoothers) > 1 else ()
     seen, first, added = collected.inputs, collected.shape, smoother.noise
     assert seen is not None
     if seen.shape is None and added.needs_shape(added.check_norm(norm)):
         raise InputError(f"with {added} the promise depends on the shape of an input, and several came; calibrate each")
-    made = conclude(question, collected, added, seen.shape, among)
+    made = conclude(question, collected, added, seen.shape)
     identity = Identity.of(smoother, probes(first, seen.low, seen.high, seen.tokens), fingerprint)
-    return replace(made, smoother=smoother, identity=identity, numerics=smoother.numerics)
+    return replace(made, smoother=smoother, identity=identity, numerics=smoother.numerics, among=among)
 
 
 def calibrate_outputs(
@@ -201,9 +209,95 @@ def _in_units(smoothers: list[Smoother], input_scale: Any, parts: Parts, inputs:
     return [smoother.under(smoother.noise, input_scale=input_scale) for smoother in smoothers]
 
 
-def conclude(
-    question: Question, collected: Collected, noise: Noise, shape: Any, among: Sequence[str] = ()
-) -> Predictor:
+# -- which noise: several, of which the holdout alone picks one --------------------------------------------------------
+
+
+def matching_sigma(epsilon: float, norm: str | None = None, shape: Shape = None) -> float:
+    """The sigma at which an attack is as strong as one of L2 length sigma: epsilon itself in L2.
+
+    Example:
+        >>> round(matching_sigma(0.125), 4), round(matching_sigma(1 / 255, "linf", (3, 32, 32)), 4)
+        (0.125, 0.2174)
+    """
+    strength, low, high = Gaussian(1.0).up(0.5, 1.0), 1e-3, 1e6
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        weak = Threat(Gaussian(middle), 1.0, norm, shape).up(0.5) <= strength
+        low, high = (low, middle) if weak else (middle, high)
+    return high * epsilon
+
+
+def sigma_grid(epsilons: Sequence[float], norm: str | None = None, shape: Shape = None) -> list[float]:
+    """The sigmas around :func:`matching_sigma` of these radii, to three digits: of their geometric mean where there are several.
+
+    Example:
+        >>> sigma_grid([0.125])
+        [0.0625, 0.0884, 0.125, 0.177, 0.25, 0.375, 0.5]
+    """
+    if not epsilons or min(epsilons) <= 0:
+        raise InputError("sigma is looked for around epsilon, which must be above 0; give sigma as a number")
+    centre = matching_sigma(math.exp(sum(map(math.log, epsilons)) / len(epsilons)), norm, shape)
+    return [float(f"{factor * centre:.3g}") for factor in FACTORS]
+
+
+def smoothers_of(
+    model: Any, sigma: Any, noise: Any, levels: Sequence[Level], norm: str | None, shape: Shape
+) -> list[Smoother]:
+    """The model under the noise that was asked for, or under each that the holdout may choose."""
+    if isinstance(model, Sequence):
+        if sigma is not None or noise is not None:
+            raise InputError("give either sigma or several (sigma, model) pairs, not both")
+        if len(model) == 0 or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in model):
+            raise InputError("expected (sigma, model) pairs, for instance [(0.25, a), (0.5, b)]")
+        return [Smoother(one, get_noise(added)) for added, one in model]
+    if sigma == AUTO and noise is None:
+        smoother = model if isinstance(model, Smoother) else Smoother(model, 0.0)
+        grid = sigma_grid(sorted({epsilon for _, epsilon in levels}), norm, shape)
+        seen = [one for one in grid if _bound_quietly(smoother, one)]  # a denoiser has not seen every sigma
+        return [smoother.under(Gaussian(one)) for one in seen or grid]
+    if isinstance(model, Smoother):
+        if (sigma is not None or noise is not None) and one_noise(sigma, noise) != model.noise:
+            raise InputError(f"the smoother already adds {model.noise}; leave sigma and noise out or make them agree")
+        return [model]
+    return [Smoother(model, one_noise(sigma, noise))]
+
+
+def _bound_quietly(smoother: Smoother, sigma: float) -> bool:
+    """Whether a model that must know its noise takes this one without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KeepcoverWarning)
+        try:
+            bound(smoother.model, Gaussian(sigma))
+        except KeepcoverWarning:
+            return False
+    return True
+
+
+def pick(smoothers: Sequence[Smoother], parts: Parts, question: Question, seed: int, shape: Shape) -> Smoother:
+    """The smoother whose sets are smallest on the holdout, summed over the levels. No calibration point is looked at."""
+    if len(smoothers) == 1:
+        return smoothers[0]
+    if not in_memory(parts.data) and parts.given is None:
+        raise InputError("choosing among several noises reads the holdout once for each: give it as holdout=")
+    sizes = []
+    for one in smoothers:
+        collected = run(one, parts, question, seed, only_holdout=True)
+        assert collected.holdout is not None
+        known, n = replace(question, task=collected.task), length(parts.data) or 10**6
+        sizes.append(expected_size(collected.holdout, known, one.noise, n, shape))
+    return smoothers[sizes.index(min(sizes))]
+
+
+def expected_size(holdout: Holdout, question: Question, noise: Noise, n: int, shape: Shape) -> float:
+    """Mean set size summed over the levels with n calibration points, from the holdout alone."""
+    asked = [question.asked(level, noise, n, shape).settled(holdout) for level in question.levels]
+    return sum(question.method.fit(one, holdout).estimated_size(holdout) for one in asked)
+
+
+# -- thresholds --------------------------------------------------------------------------------------------------------
+
+
+def conclude(question: Question, collected: Collected, noise: Noise, shape: Shape) -> Predictor:
     """Fit every level's rule on the holdout, then look at the calibration points once."""
     if collected.items is None:
         raise InputError("no calibration points are left after the holdout; give more data")
@@ -224,7 +318,6 @@ def conclude(
         holdout_size=0 if holdout is None else len(holdout),
         inputs=collected.inputs,
         accuracy=collected.accuracy,
-        among=tuple(among),
         history=(entry("calibrate", items, collected.unknown, [0]),),
     )
     return announced(made)
@@ -293,3 +386,83 @@ def entry(how: str, items: Items | Tally, unknown: int, of: Sequence[int]) -> di
         "scores": digest(items.scores),
         "of": list(of),
     }
+
+
+# -- new thresholds for old rules: calibration points come and go in batches -------------------------------------------
+#
+# A rule that was fixed before a point was seen is as valid on that point as on those it was first calibrated on: given the
+# holdout, the kept points and the next query are exchangeable, and that is all a threshold needs. Which batches stay depends on
+# their order alone, never on their scores.
+
+
+def from_network(old: Predictor, data: Any, ids: Any, **asked: Any) -> Predictor:
+    """From new inputs: one pass of the network over them alone."""
+    smoother = old.running
+
+    def read(draws: int, stream: Stream) -> Iterable[Chunk]:
+        for batch, outputs in smoother.stream(old.checked(data), draws, stream, ids, labelled=True):
+            yield chunk_of(smoother, batch, stream, outputs)
+
+    return renewed(old, read, length(data) if asked["groups"] is None else in_order(data), **asked)
+
+
+def from_outputs(old: Predictor, outputs: Any, truth: Any, ids: Any, **asked: Any) -> Predictor:
+    """From noisy outputs that were drawn elsewhere."""
+    source = source_of(outputs, truth, old.noise)
+    if isinstance(outputs, LogitStore) and old.identity and outputs.key.model != old.identity.fingerprint:
+        raise InputError("the store holds the outputs of another model; smooth with the one that was calibrated")
+
+    def read(draws: int, stream: Stream) -> Iterable[Chunk]:
+        if source.draws < draws or (old.noise.deterministic and source.draws != draws):
+            raise InputError(f"expected at least {draws} noisy outputs per point, as calibrated, got {source.draws}")
+        return chunks_of(source, torch.arange(source.points), stream, ids, draws)
+
+    return renewed(old, read, source.points, **asked)
+
+
+def renewed(
+    old: Predictor, read: Read, n: int | None, how: str, window: int | None, groups: Any, seed: int | None
+) -> Predictor:
+    """The predictor with thresholds from the batches that stay and from n new points, where n is known before they are read.
+
+    What can be refused without them is refused first. See :meth:`Predictor.recalibrate` for the rest.
+    """
+    if how not in ("replace", "add", "window"):
+        raise InputError(f"expected how to be 'replace', 'add' or 'window', got {how!r}")
+    if (how == "window") != (window is not None) or (window is not None and window < 1):
+        raise InputError(
+            f"expected how='window' together with window, the number of batches that stay, at least 1; got how="
+            f"{how!r}, window={window}"
+        )
+    group, before, number = old.grouped(groups, n), old.provenance["of"], len(old.history)
+    kept = {"replace": [], "add": before, "window": before[max(0, len(before) + 1 - (window or 1)) :]}[how]
+    points, unknown = (sum(old.history[at][what] for at in kept) for what in ("points", "unknown"))
+
+    def rules(points: int) -> dict[Level, Rule]:
+        grown = ((level, one.rule, replace(one.rule.asked, n=points)) for level, one in old.levels.items())
+        return {level: replace(rule, asked=asked) for level, rule, asked in grown}
+
+    for rule in rules(points + n).values() if n is not None else ():
+        rule.verify(old.task)
+    widest = max((one.rule for one in old.levels.values()), key=lambda rule: rule.calibration_draws)
+    asked, width = widest.asked, widest.calibration_draws  # so many draws are kept of every point
+    question = Question(old.task, widest.method, tuple(old.levels), None, asked.promise, asked.draws, width)
+    # Noise that no earlier batch has had, for the same seed either.
+    stream = Stream(((fresh_seed() if seed is None else seed) + (number << 100)) % 2**128, "calibration")
+    collected = collect(read(max(width, old.draws), stream), question, n, group, renewing=True)
+    if collected.items is None:
+        raise InputError("expected new labelled points, got none")
+    new: Any = collected.items.first(width)
+    old.grouped(groups, new.points)
+    stay: Any = old.items.numbered(before[0]).first(width).of_batches(kept) if kept else None
+    items = stay.plus(new.numbered(number)) if kept else new
+    question.warn_of_few(items.label, None if items.group is None else items.group.repeat_interleave(items.count))
+    missed = collected.unknown + unknown
+    made = replace(
+        old,
+        levels={at: calibrated(rule, items, collected.sample, missed) for at, rule in rules(items.points).items()},
+        items=items.unordered(),
+        accuracy=collected.accuracy,
+        history=(*old.history, entry(how, new, collected.unknown, [*kept, number])),
+    )
+    return announced(made)

@@ -298,16 +298,11 @@ class Predictor:
         return self.task.sets(inside, self.promised(self.levels[level]), used)
 
     def decide(
-        self,
-        outputs: Tensor,
-        ids: Tensor,
-        stream: Stream,
-        wanted: Sequence[Level] | None = None,
-        group: Tensor | None = None,
+        self, outputs: Tensor, ids: Tensor, stream: Stream, wanted: Sequence[Level] = (), group: Tensor | None = None
     ) -> dict[Level, Tensor]:
         """Sets as plain tensors, from noisy outputs [n, N, ...] of queries with these ids, of these groups (:meth:`grouped`)."""
         self.task.seen(outputs)
-        levels, ids = list(self.levels) if wanted is None else list(wanted), ids.to(outputs.device)
+        levels, ids = list(wanted or self.levels), ids.to(outputs.device)
         u = self.task.uniform(stream, ids)
         randomized = any(self.levels[level].rule.randomized for level in levels)
         v = stream.uniform(ids, "boundary") if randomized else torch.zeros_like(u)
@@ -373,9 +368,7 @@ class Predictor:
         asked, everything = [self.levels[level] for level in wanted], self.task.everything
         vote = Vote.of([one.rule for one in asked], [one.threshold for one in asked]) if early else None
         images, total = self.checked(images), length(images)
-        if everything(0) is not None and all(
-            one.full for one in asked
-        ):  # the inputs are checked, the model need not run
+        if everything(0) is not None and all(one.full for one in asked):  # the inputs are checked, nothing runs
             n = sum(map(len, batches(images, ids)))
             return dict.fromkeys(wanted, everything(n)), torch.zeros(n, dtype=torch.int64) if early else None
         smoother, stream, draws = self.running, self._stream(seed), max(one.rule.test_draws for one in asked)
@@ -384,15 +377,16 @@ class Predictor:
         gains = True if smoother.device.type == "cpu" else None
         # Many images at a time: those still open after a stage must fill the next one's forward passes.
         together = max(256, 16 * smoother.most_rows // draws)
-        parts = ((batch, None) for batch in batches(images, ids, size=together))
+        parts: Any = smoother.stream(images, draws, stream, ids)
+        if early:
+            parts = ((batch.to(smoother.device), None) for batch in batches(images, ids, size=together))
         with Bar("smoothing", total, early and smoother.progress) as bar:
-            for batch, outputs in parts if early else smoother.stream(images, draws, stream, ids):
+            for batch, outputs in parts:
                 own, at = _part(group, at, at + len(batch)), at + len(batch)
-                if vote is None or outputs is not None:
+                if vote is None:
                     sets = self.decide(outputs, batch.ids, stream, wanted, own).values()
                 else:
                     here = replace(vote, thresholds=tuple(for_queries(t, own) for t in vote.thresholds))
-                    batch = batch.to(smoother.device)
                     gains = self._pays(batch, here, stream) if gains is None else gains
                     sets, took = self._voted(batch, replace(here, staged=gains), stream)
                     used.add(took)
@@ -465,7 +459,7 @@ class Predictor:
             >>> old.guarantee.n, new.guarantee.n, [entry["how"] for entry in new.history]
             (360, 560, ['calibrate', 'add'])
         """
-        from keepcover.prediction.renewal import from_network
+        from keepcover.prediction.calibration import from_network
 
         if self.identity is not None and (self.identity.structure is not None or fingerprint):
             self.identity.refuse_other(self.running, fingerprint)  # it may have been trained since
@@ -483,7 +477,7 @@ class Predictor:
         seed: int | None = None,
     ) -> Predictor:
         """:meth:`recalibrate` from noisy outputs of new points, as for :func:`calibrate_outputs`."""
-        from keepcover.prediction.renewal import from_outputs
+        from keepcover.prediction.calibration import from_outputs
 
         return from_outputs(self, outputs, truth, ids, how=how, window=window, groups=groups, seed=seed)
 
