@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,12 +79,9 @@ def save_model(
         else:
             restore(predictor)  # says what is wrong with it
             shutil.copyfile(predictor, data / FILE)
-        reference = {
-            "model": _each(model, lambda name: _kept(name, data)),
-            "weights": weights if weights is None else _weights(weights, lambda name: _kept(name, data)),
-            "model_output": model_output,
-            "fingerprint": fingerprint,
-        }
+        kept = partial(_kept, data=data)
+        reference = {"model": _each(model, kept), "model_output": model_output, "fingerprint": fingerprint}
+        reference["weights"] = None if weights is None else _weights(weights, kept)
         made = _load(data, reference)
         if made.rule.asked.promise.groups is not None:
             raise InputError("the promise is per group, and no query of MLflow can say its group; use keepcover serve")
@@ -103,13 +101,10 @@ def save_model(
     described.save(str(path / "MLmodel"))
 
 
-def log_model(
-    predictor: Predictor | str | Path, name: str, *, registered_model_name: str | None = None, **options: Any
-) -> ModelInfo:
-    """Log a predictor to the active run of MLflow; ``options`` are those of :func:`save_model`."""
+def log_model(predictor: Predictor | str | Path, name: str, **options: Any) -> ModelInfo:
+    """Log a predictor to the active run of MLflow; ``options`` are those of :func:`save_model`, and ``registered_model_name``."""
     log = _mlflow().models.Model.log
-    kept = {"registered_model_name": registered_model_name, **options}
-    return log(artifact_path=None, flavor=sys.modules[__name__], name=name, predictor=predictor, **kept)
+    return log(artifact_path=None, flavor=sys.modules[__name__], name=name, predictor=predictor, **options)
 
 
 def _each(spec: str, change: Callable[[str], str]) -> str:

@@ -197,7 +197,9 @@ def check_task(task: Task, outputs: Tensor, truth: Tensor, *, seed: int = 0) -> 
     reading, v = Reading(order=True), torch.zeros(n)
     items, prepared = task.items(outputs, truth, reading, u), task.prepare(outputs, reading, u)
     _law(items.points == n, "items belong to another number of points")
-    rules, judged = (_one_thing if task.single else _several_things)(task, items, outputs)
+    _law(task.single or items.several, "several things per point have weights")
+    asked = Asked(0.1, Threat(Gaussian(1.0), 0.1), draws, n, task.candidates, draws)
+    rules, judged = (_one_thing if task.single else _several_things)(items, asked)
     sets: Any = ()
     for rule in rules:
         summary, smaller = task.summary(prepared, rule, v), None
@@ -226,33 +228,28 @@ def check_task(task: Task, outputs: Tensor, truth: Tensor, *, seed: int = 0) -> 
 Judged = tuple[list[Rule], Callable[[Rule, float], tuple[Tensor, Tensor]]]
 
 
-def _one_thing(task: Task, items: Items, outputs: Tensor) -> Judged:
+def _one_thing(items: Items, asked: Asked) -> Judged:
     """Count rules of all draws; a threshold for every level, and whether each point's truth is kept there."""
-    n, draws = outputs.shape[:2]
-    _law(items.draws.count == draws, "items have another number of draws than outputs")
-    _law(not items.several and len(items.draws) == n, "one item per point has as many items as points")
-    asked = Asked(0.1, Threat(Gaussian(1.0), 0.1), draws, n, task.candidates, draws)
+    _law(items.draws.count == asked.draws, "items have another number of draws than outputs")
+    _law(not items.several and len(items.draws) == asked.n, "one item per point has as many items as points")
 
     def judged(rule: Rule, level: float) -> tuple[Tensor, Tensor]:
-        own = rule.test_statistic(items.draws, torch.zeros(n))
+        own = rule.test_statistic(items.draws, torch.zeros(asked.n))
         t = own.double().quantile(level)
         return t, own <= t
 
-    return [Exact().rule(asked, kappa=kappa, c=0) for kappa in (0, draws // 2)], judged
+    return [Exact().rule(asked, kappa=kappa, c=0) for kappa in (0, asked.draws // 2)], judged
 
 
-def _several_things(task: Task, items: Any, outputs: Tensor) -> Judged:
+def _several_things(items: Any, asked: Asked) -> Judged:
     """Rules that the task allows; a threshold of the grid for every level, and the share that each point keeps there."""
-    n, draws = outputs.shape[:2]
-    _law(items.several, "several things per point have weights")
-    asked = Asked(0.1, Threat(Gaussian(1.0), 0.1), draws, n, task.candidates, draws)
     rules: list[Rule] = [OneDrawControl().rule(asked)]
     if isinstance(items, Items):
-        weight, owner = items.weights
-        sums = torch.zeros(n, dtype=torch.float64).index_add_(0, owner, weight.double())
+        (weight, owner), half = items.weights, asked.draws // 2
+        sums = torch.bincount(owner, weight.double())
         _law((weight > 0).all() and (sums <= 1 + 1e-9).all(), "the items of a point weigh more than 1, or nothing")
-        step = tuple(float(j > draws // 2) for j in range(draws + 1))
-        rules.append(ExactAsymmetric().rule(asked, kappa=draws // 2, g=step))
+        step = tuple(float(j > half) for j in range(asked.draws + 1))
+        rules.append(ExactAsymmetric().rule(asked, kappa=half, g=step))
 
     def judged(rule: Rule, level: float) -> tuple[Tensor, Tensor]:
         curve = rule.losses(items.first(rule.test_draws))
@@ -292,13 +289,13 @@ def check_method(
         lambda n: 2 * torch.randn(n, generator=generator),
         lambda n: 4.0 * (torch.rand(n, generator=generator) < alpha).float(),
     ]
+    per_point = method.usual_calibration_draws(draws)
+    asked = Asked(alpha, Threat(Gaussian(1.0), epsilon), draws, points, 2, per_point)
     for law in laws:
 
         def noisy(n: int, count: int, move: float = 0.0, law: Any = law) -> Tensor:
             return (law(n) + move)[:, None] + torch.randn(n, count, generator=generator)
 
-        per_point = method.usual_calibration_draws(draws)
-        asked = Asked(alpha, Threat(Gaussian(1.0), epsilon), draws, points, 2, per_point)
         held = torch.stack([noisy(300, per_point), torch.full((300, per_point), 3.0)], dim=2)
         rule = method.fit(asked, Holdout(task, held, torch.zeros(300, dtype=torch.int64)))
         _round_trip(rule, noisy(points, per_point))

@@ -26,6 +26,7 @@ from keepcover.promises import Promise, Sample, for_queries, of_truth
 from keepcover.scores import PTT, Draws, Items, Score, Tally
 from keepcover.tasks import Classification, Task, get_task
 
+TRANSFORMS = ("none", "ptt")
 MANY = 256  # draws beyond which picking one order statistic is cheaper than sorting for a few
 
 
@@ -66,10 +67,7 @@ class Entry:
 
 
 def entries(
-    methods: Sequence[str | Method],
-    transforms: Sequence[str] = ("none", "ptt"),
-    draws: int | None = None,
-    **shared: Any,
+    methods: Sequence[str | Method], transforms: Sequence[str] = TRANSFORMS, draws: int | None = None, **shared: Any
 ) -> list[Entry]:
     """Every method under every transform that can matter to it: methods that only compare scores have none.
 
@@ -77,7 +75,7 @@ def entries(
         >>> [(e.method.name, e.method.transform is not None) for e in entries(["exact", "rscp"], epsilon=0.1)]
         [('exact', False), ('rscp', False), ('rscp', True)]
     """
-    if unknown := set(transforms) - {"none", "ptt"}:
+    if unknown := set(transforms) - set(TRANSFORMS):
         raise InputError(f"expected transforms among none and ptt, got {min(unknown)!r}")
     listed = [get_method(method) for method in methods]
     made = []
@@ -104,7 +102,7 @@ def evaluate(
     alpha: float = 0.1,
     promise: Promise | Sequence[Promise] | None = None,
     methods: Sequence[str | Method] | None = None,
-    transforms: Sequence[str] = ("none", "ptt"),
+    transforms: Sequence[str] = TRANSFORMS,
     task: str | Task = "classification",
     score: str | Score | Callable[..., Tensor] | None = None,
     draws: int | None = None,

@@ -85,9 +85,7 @@ class Monitor:
         more = [np.clip(np.asarray(scores[name], float) * BINS, 0, BINS - 1).astype(int) for name in self.scores]
         return np.column_stack([sets.traits, *more])
 
-    def add_queries(
-        self, statistics: ndarray, rng: np.random.Generator | None = None, now: float | None = None
-    ) -> list[str]:
+    def add_queries(self, statistics: ndarray, rng: Any = None, now: float | None = None) -> list[str]:
         """Count queries by their :meth:`statistics`, in the order they came. Returns alarms that are new."""
         self.streams = self.streams or [Queries(statistics.shape[1])]
         self.streams[0].add(statistics, np.random.default_rng() if rng is None else rng)

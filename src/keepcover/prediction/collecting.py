@@ -121,12 +121,7 @@ class Collected:
 
 
 def run(
-    smoother: Smoother,
-    parts: Parts,
-    question: Question,
-    seed: int,
-    group: Tensor | None = None,
-    only_holdout: bool = False,
+    smoother: Smoother, parts: Parts, question: Question, seed: int, group: Any = None, only_holdout: bool = False
 ) -> Collected:
     """One pass of the network over the data."""
     streams = {role: Stream(seed, role) for role in ("holdout", "calibration")}

@@ -108,13 +108,7 @@ class Network(Source):
     """
 
     def __init__(
-        self,
-        smoother: Smoother,
-        data: Any,
-        draws: int,
-        stream: Stream,
-        ids: Tensor | None = None,
-        labelled: bool = True,
+        self, smoother: Smoother, data: Any, draws: int, stream: Stream, ids: Any = None, labelled: bool = True
     ) -> None:
         count = length(data)
         if count is None:
