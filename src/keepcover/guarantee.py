@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
 from keepcover.assumption import Assumption
 from keepcover.bounds import exact_level
-from keepcover.errors import InputError, KeepcoverWarning
+from keepcover.errors import InputError, warn
 from keepcover.noise import Threat
 from keepcover.promises import Promise
 from keepcover.promises.base import NEVER
@@ -49,12 +48,9 @@ def warn_of_coverage(alpha: float) -> None:
         >>> warn_of_coverage(0.1)
     """
     if 0.5 < alpha < 1:
-        warnings.warn(
-            f"alpha is miscoverage: {alpha:g} promises that {100 * (1 - alpha):.6g} % of sets hold the truth; for "
-            f"{100 * alpha:.6g} % coverage give alpha {float(1 - exact_level(alpha)):g}",
-            KeepcoverWarning,
-            stacklevel=3,
-        )
+        promised = f"{alpha:g} promises that {100 * (1 - alpha):.6g} % of sets hold the truth"
+        meant = f"for {100 * alpha:.6g} % coverage give alpha {float(1 - exact_level(alpha)):g}"
+        warn(f"alpha is miscoverage: {promised}; {meant}")
 
 
 @dataclass(frozen=True)

@@ -82,9 +82,7 @@ def _refuse_code(predictor: Predictor) -> None:
         parts.append((rule, type(_rule(_stated(rule), rule.asked, predictor.reference))))
     for own, known in parts:
         if type(own) is not known:
-            raise InputError(
-                f"{type(own).__name__} is code of yours, which a file cannot hold: it would load as another"
-            )
+            raise InputError(f"{type(own).__name__} is code of yours, which a file cannot hold; another would load")
 
 
 def _manifest(predictor: Predictor, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -232,7 +230,7 @@ def restore(path: str | Path, score: Any = None) -> Predictor:
         _agree("numerics", bool(numeric_options(manifest["numerics"])), model is not None)
         if model is None and (inputs is not None or "probe_outputs" in tensors):
             raise InputError("it knows inputs of its model, and no model; save the predictor again")
-        seen = inputs and InputRange.from_dict(inputs)
+        seen = None if inputs is None else InputRange.from_dict(inputs)
         if seen is not None and not -math.inf < seen.low <= seen.high < math.inf:
             raise InputError(f"expected inputs in a finite range, got {seen}; save the predictor again")
         identity = None
@@ -251,7 +249,7 @@ def restore(path: str | Path, score: Any = None) -> Predictor:
             holdout_size=size,
             inputs=seen,
             numerics=manifest["numerics"],
-            accuracy=manifest["accuracy"] and _typed(Accuracy(**manifest["accuracy"])),
+            accuracy=None if manifest["accuracy"] is None else _typed(Accuracy(**manifest["accuracy"])),
             among=tuple(manifest["among"]),
             history=_history(manifest, items),
         )
@@ -280,12 +278,12 @@ def _items(task: Task, manifest: dict[str, Any], tensors: dict[str, Tensor]) -> 
     _agree("several things per point", values.ndim == 3, not task.single)
     _agree("weights of several things", "weight" in tensors, not task.single)
     if task.single:
-        _agree("points", points, len(values))
-        return Items(Draws(values), points, **known)
-    tally = Tally(values, tensors["weight"], tensors["count"], task.thresholds, known["group"], known["batch"])
-    _agree("points", points, tally.points)
-    tally.check()
-    return tally
+        items = Items(Draws(values), len(values), **known)
+    else:
+        items = Tally(values, tensors["weight"], tensors["count"], task.thresholds, known["group"], known["batch"])
+        items.check()
+    _agree("points", points, items.points)
+    return items
 
 
 def _history(manifest: dict[str, Any], items: Any) -> tuple[dict[str, Any], ...]:

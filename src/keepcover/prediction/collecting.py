@@ -83,8 +83,7 @@ class Parts:
 
     def _batches(self, only_holdout: bool) -> Iterator[tuple[str, Batch]]:
         if self.given is not None:
-            for batch in batches(self.given, labelled=True):
-                yield "holdout", batch
+            yield from (("holdout", batch) for batch in batches(self.given, labelled=True))
             if only_holdout:
                 return
         position = 0
@@ -190,7 +189,7 @@ def collect(
     alone = renewing or not question.method.needs_holdout
     found: Items | Tally | None = None
     labels: list[Tensor] = []
-    right: dict[str, list[Tensor]] = {"noisy": [], "clean": []}
+    right: tuple[list[Tensor], ...] = [], []  # under noise, and without
     values, kept = Gathered(total), {"holdout": Kept(), "calibration": Kept()}
     task, points, unknown = question.task, 0, 0
     for number, (stream, ids, outputs, given, clean) in enumerate(chunks):
@@ -199,10 +198,9 @@ def collect(
             warn_of_probabilities(outputs)
         known = task.check_truth(given, len(outputs))
         truth = known.to(outputs.device, non_blocking=True)
-        for name, some, their in (("noisy", outputs, truth), ("clean", clean, truth[:: _step(outputs)])):
-            good = None if some is None else task.right(some, their)
-            if good is not None:
-                right[name].append(good)
+        for shares, some, their in zip(right, (outputs, clean), (truth, truth[:: _step(outputs)])):
+            if some is not None and (share := task.right(some, their)) is not None:
+                shares.append(share)
         uniform, beside, aside = task.uniform(stream, ids), kept[stream.role], stream.role == "holdout"
         own: Any = None if aside and task.single else task.items(outputs, truth, question.reading, uniform)
         if aside or (beside.points < SAMPLE and alone):
@@ -222,7 +220,7 @@ def collect(
     if isinstance(found, Items):
         draws = Draws(values.whole(), found.draws.unit)
         found = Items(draws, points, label=torch.cat(labels) if labels else None, group=group)
-    means = [float(torch.cat(some).mean()) for some in right.values() if some]
+    means = [float(torch.cat(some).mean()) for some in right if some]
     holdout, sample = (some.holdout(task) for some in kept.values())
     return Collected(holdout, found, task, Accuracy(*means) if means else None, holdout or sample, unknown=unknown)
 

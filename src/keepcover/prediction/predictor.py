@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import timeit
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -401,12 +402,10 @@ class Predictor:
         some = torch.arange(min(len(batch), max(2, 1024 // self.draws)), device=batch.images.device)
 
         def seconds(positions: Tensor, span: range) -> float:
-            took = []
-            for _ in range(3):
-                began = time.perf_counter()
-                int(self._exceeded(batch, vote, stream, positions, span).sum())  # waits for the device
-                took.append(time.perf_counter() - began)
-            return min(took)
+            def work() -> int:
+                return int(self._exceeded(batch, vote, stream, positions, span).sum())  # waits for the device
+
+            return min(timeit.repeat(work, timer=time.perf_counter, repeat=3, number=1))
 
         fixed, more = seconds(some[:1], range(1)), seconds(some, range(self.draws))
         return vote.pays(len(batch), fixed, max(0.0, more - fixed) / (len(some) * self.draws))
