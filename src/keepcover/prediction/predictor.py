@@ -364,7 +364,7 @@ class Predictor:
 
     def _run(
         self, images: Any, wanted: list[Level], ids: Any, seed: int | None, group: Tensor | None, early: bool = False
-    ) -> tuple[dict[Level, Tensor], Tensor | None]:
+    ) -> tuple[dict[Level, Any], Tensor | None]:
         """Sets of some levels from one pass of the network, and what early exit drew for every query."""
         asked, everything = [self.levels[level] for level in wanted], self.task.everything
         vote = Vote.of([one.rule for one in asked], [one.threshold for one in asked]) if early else None
