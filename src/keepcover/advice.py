@@ -23,7 +23,7 @@ from keepcover.noise import Gaussian, Stream, fresh_seed, get_norm
 from keepcover.prediction.calibration import matching_sigma, sigma_grid
 from keepcover.prediction.collecting import warn_of_probabilities
 from keepcover.prediction.question import DRAWS, Question, levels_of, numbers
-from keepcover.prediction.usefulness import Accuracy, wide
+from keepcover.prediction.report import Accuracy, wide
 from keepcover.promises import Promise, Sample
 from keepcover.scores import Score
 from keepcover.tasks import get_task

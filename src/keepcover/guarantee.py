@@ -99,24 +99,18 @@ class Guarantee:
         if not (math.isfinite(self.alpha) and 0 < self.alpha < 1):
             raise InputError(f"expected alpha strictly between 0 and 1, got {self.alpha}; 0.1 promises 90 % coverage")
         if self.certified and not self.threat.noise.certifies:
-            raise InputError(
-                f"{self.method} certifies through noise, and there is none; give sigma > 0 (epsilon to 2 epsilon works well) "
-                "or choose the uncertified method cp"
-            )
+            advice = "give sigma > 0 (epsilon to 2 epsilon works well) or choose the uncertified method cp"
+            raise InputError(f"{self.method} certifies through noise, and there is none; {advice}")
         if self.draws < 1 or (self.calibration_draws is not None and self.calibration_draws < 1):
             raise InputError(f"expected at least 1 draw, got {self.draws} (calibration {self.calibration_draws})")
         level = self.promise.level(self.alpha) - exact_level(self.spent)
         if level <= 0:
-            raise InputError(
-                f"the promise and the method spend all of alpha = {self.alpha:g} before a quantile is taken; ask less of the "
-                "promise, choose a smaller beta (0.001 is usual) or raise alpha"
-            )
+            spent = f"the promise and the method spend all of alpha = {self.alpha:g} before a quantile is taken"
+            raise InputError(f"{spent}; ask less of the promise, choose a smaller beta (0.001 is usual) or raise alpha")
         least = self.promise.points_needed(level)
         if self.n < least:
-            raise InputError(
-                f"{self.n} calibration points cannot certify miscoverage {float(level):g}: at least {least} are needed; add "
-                "data or raise alpha"
-            )
+            few = f"{self.n} calibration points cannot certify miscoverage {float(level):g}"
+            raise InputError(f"{few}: at least {least} are needed; add data or raise alpha")
 
     @property
     def epsilon(self) -> float:

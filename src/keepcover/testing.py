@@ -84,10 +84,9 @@ def check_noise(
         _refused(lambda bad=bad: threat.up(bad), f"up({bad}) is accepted")
     _refused(lambda: Threat(noise, epsilon, "no such norm"), "a norm that it does not certify is accepted")
     if noise.deterministic:
-        _few_touched(threat, shape, seed)
-        return
+        return _few_touched(threat, shape, seed)
     _keyed(noise, shape, seed)
-    _not_exceeded(threat, shape, draws, seed)
+    return _not_exceeded(threat, shape, draws, seed)
 
 
 def _seen(noise: Noise, images: Tensor, stream: Stream, ids: Tensor, draws: range) -> Tensor:

@@ -297,6 +297,7 @@ class Runner:
 
     def __init__(self, entry: Entry, source: Source, shape: Shape, points: Tensor, groups: Any) -> None:
         self.entry, self.source, self.shape = replace(entry, method=entry.method.suited(entry.task)), source, shape
+        self.needs_holdout = self.entry.method.needs_holdout or entry.promise.needs_holdout
         self.task, self.total, groups = entry.task, len(points), entry.promise.groups or groups
         self.groups = 0 if groups is None else len(groups.per)
         self.kept: dict[str, Tensor] = {}
@@ -308,10 +309,6 @@ class Runner:
 
     def _calibration(self, split: Split) -> Tensor:
         return split.calibration if self.needs_holdout else split.calibration_with_holdout
-
-    @property
-    def needs_holdout(self) -> bool:
-        return self.entry.method.needs_holdout or self.entry.promise.needs_holdout
 
     def fit(self, held: Held, split: Split) -> None:
         """Choose the rule; runners of one task share the holdout and what is computed from it."""
@@ -347,12 +344,9 @@ class Runner:
         if rule.counting is not None and test.count <= MANY:  # sorted once, looked up for every rule
             _ = own.ascending, prepared.first(rule.test_draws).ascending if hasattr(prepared, "first") else None
         label = task.label_of(scored.known(task))
-        return {
-            "calibration": rule.statistic(own),
-            "summary": task.summary(prepared, rule, scored.v),
-            "true": rule.test_statistic(test, scored.v),
-            **({} if label is None else {"label": label}),
-        }
+        summary, true = task.summary(prepared, rule, scored.v), rule.test_statistic(test, scored.v)
+        found = {"calibration": rule.statistic(own), "summary": summary, "true": true}
+        return found if label is None else {**found, "label": label}
 
     def judged(self, calibration: Tensor, test: Tensor) -> Seen:
         """Calibrate on some points and look at others."""
@@ -372,11 +366,9 @@ class Curves(Runner):
     def found(self, scored: Scored, task: Task) -> dict[str, Tensor]:
         rule = self.rule
         prepared, items = scored.scores(task, rule.reading)
-        return {
-            "calibration": rule.losses(items.first(rule.calibration_draws)),
-            "missed": self._missed(items, rule, scored.v),
-            "size": task.sizes_on_grid(task.summary(prepared, rule, scored.v), rule).float(),
-        }
+        losses, missed = rule.losses(items.first(rule.calibration_draws)), self._missed(items, rule, scored.v)
+        size = task.sizes_on_grid(task.summary(prepared, rule, scored.v), rule).float()
+        return {"calibration": losses, "missed": missed, "size": size}
 
     def _missed(self, items: Items | Tally, rule: Rule, v: Tensor) -> Tensor:
         """The share that every point misses with the draws of a query."""

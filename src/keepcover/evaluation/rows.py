@@ -42,7 +42,7 @@ class Breakdown:
 
     def add(self, size: Tensor, covered: Tensor, of: Tensor, many: int, points: Tensor) -> None:
         for kept, weights in ((self.count, None), (self.hits, covered.double()), (self.labels, size.double())):
-            kept.append(torch.bincount(of, weights=weights, minlength=many).long().cpu())
+            kept.append(torch.bincount(of, weights=weights, minlength=many).cpu())
         for k in range(many):
             self.tested.setdefault(k, set()).update(points[(of == k).to(points.device)].tolist())
 

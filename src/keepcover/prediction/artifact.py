@@ -33,7 +33,7 @@ from keepcover.noise import NOISES, get_noise
 from keepcover.noise.stream import probes
 from keepcover.prediction.predictor import Calibrated, Predictor
 from keepcover.prediction.question import Level
-from keepcover.prediction.usefulness import Accuracy
+from keepcover.prediction.report import Accuracy
 from keepcover.promises import CLAUSES
 from keepcover.scores import PTT, Draws, Items, Tally
 from keepcover.tasks import TASKS, Task
@@ -111,13 +111,10 @@ def _stated(rule: Rule) -> dict[str, Any]:
 
 
 def _entry(calibrated: Calibrated, predictor: Predictor) -> dict[str, Any]:
-    return {
-        **_stated(calibrated.rule),
-        "asked": calibrated.rule.asked.config(),
-        "threshold": [repr(value) for value in calibrated.threshold.flatten().tolist()],
-        "size": calibrated.size,
-        "guarantee": predictor.promised(calibrated).to_dict(),
-    }
+    rule, guarantee = calibrated.rule, predictor.promised(calibrated).to_dict()
+    threshold = [repr(value) for value in calibrated.threshold.flatten().tolist()]
+    promised = {"asked": rule.asked.config(), "threshold": threshold, "guarantee": guarantee}
+    return {**_stated(rule), **promised, "size": calibrated.size}
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

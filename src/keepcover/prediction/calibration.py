@@ -181,10 +181,8 @@ def calibrate_outputs(
     group = question.groups(n, ~held)
     label = known.check_truth(source.truth, n)[~held].cpu() if isinstance(source, InMemory) and known.classed else None
     question.warn_of_few(label, group)
-    parts = (
-        chunks_of(source, some.nonzero()[:, 0], Stream(seed, role), ids, available)
-        for role, some in (("holdout", held), ("calibration", ~held))
-    )
+    roles = {"holdout": held, "calibration": ~held}
+    parts = (chunks_of(source, at.nonzero()[:, 0], Stream(seed, role), ids, available) for role, at in roles.items())
     collected = collect(chain.from_iterable(parts), question, n, group)
     return conclude(question, collected, source.noise, where)
 
@@ -237,10 +235,9 @@ def split_conformal(
     asked = None if score is None else get_score(score)
     known, values = (_checked(part, what, asked) for part, what in ((calibration[0], "calibration"), (test, "test")))
     if values.shape[1] != known.shape[1] or values.dtype != known.dtype:
-        raise InputError(
-            f"expected calibration and test points with the same classes in the same precision, got {known.shape[1]} of "
-            f"{known.dtype} and {values.shape[1]} of {values.dtype}; rounding one of them would move its ties"
-        )
+        what = "expected calibration and test points with the same classes in the same precision"
+        found = f"{known.shape[1]} of {known.dtype} and {values.shape[1]} of {values.dtype}"
+        raise InputError(f"{what}, got {found}; rounding one of them would move its ties")
     given: Score
     if asked is None:
         given = CustomScore(lambda scores: scores, "given")
@@ -426,16 +423,14 @@ def calibrated(rule: Rule, items: Any, sample: Holdout | None, unknown: int) -> 
     draws = Draws(worst if rule.transform is None else rule.transform(worst))
     # A class that the model does not have is in no set: a threshold that counts its points as covered promises too much.
     if unknown and bool((rule.test_statistic(draws, torch.zeros(1)) <= threshold).any()):
-        raise InputError(
-            f"{unknown} of {items.points} calibration points have a label that the model does not know, and its sets miss every "
-            f"such query: {rule.name} cannot promise {1 - alpha:.6g}. Train on more rows so that every label is met, merge rare "
-            "labels, or raise alpha"
-        )
+        what = f"{unknown} of {items.points} calibration points have a label that the model does not know"
+        missed = f"its sets miss every such query: {rule.name} cannot promise {1 - alpha:.6g}"
+        advice = "Train on more rows so that every label is met, merge rare labels, or raise alpha"
+        raise InputError(f"{what}, and {missed}. {advice}")
     if made.full:
-        warn(
-            f"{rule.name} at alpha {alpha:g}, epsilon {rule.asked.threat.epsilon:g} can only return everything here; "
-            f"{_advice(rule, own)}more calibration points, {rule.asked.threat.noise.weaker} or a smaller epsilon may help"
-        )
+        threat, where = rule.asked.threat, f"{rule.name} at alpha {alpha:g}, epsilon {rule.asked.threat.epsilon:g}"
+        advice = f"{_advice(rule, own)}more calibration points, {threat.noise.weaker} or a smaller epsilon may help"
+        warn(f"{where} can only return everything here; {advice}")
     return made
 
 
@@ -461,16 +456,9 @@ def entry(how: str, items: Items | Tally, unknown: int, of: Sequence[int]) -> di
     """One line of a predictor's history: how, when and with what, which points came, and which batches thresholds come from."""
     import keepcover
 
-    return {
-        "how": how,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "keepcover": keepcover.__version__,
-        "torch": str(torch.__version__),
-        "points": items.points,
-        "unknown": unknown,
-        "scores": digest(items.scores),
-        "of": list(of),
-    }
+    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    made = {"how": how, "created": when, "keepcover": keepcover.__version__, "torch": str(torch.__version__)}
+    return {**made, "points": items.points, "unknown": unknown, "scores": digest(items.scores), "of": list(of)}
 
 
 # -- new thresholds for old rules: calibration points come and go in batches -------------------------------------------
@@ -515,10 +503,8 @@ def renewed(
     if how not in ("replace", "add", "window"):
         raise InputError(f"expected how to be 'replace', 'add' or 'window', got {how!r}")
     if (how == "window") != (window is not None) or (window is not None and window < 1):
-        raise InputError(
-            f"expected how='window' together with window, the number of batches that stay, at least 1; got how="
-            f"{how!r}, window={window}"
-        )
+        what = "expected how='window' together with window, the number of batches that stay, at least 1"
+        raise InputError(f"{what}; got how={how!r}, window={window}")
     group, before, number = old.grouped(groups, n), old.provenance["of"], len(old.history)
     kept = {"replace": [], "add": before, "window": before[max(0, len(before) + 1 - (window or 1)) :]}[how]
     points, unknown = (sum(old.history[at][what] for at in kept) for what in ("points", "unknown"))
@@ -542,12 +528,7 @@ def renewed(
     stay: Any = old.items.numbered(before[0]).first(width).of_batches(kept) if kept else None
     items = stay.plus(new.numbered(number)) if kept else new
     question.warn_of_few(items.label, None if items.group is None else items.group.repeat_interleave(items.count))
-    missed = collected.unknown + unknown
-    made = replace(
-        old,
-        levels={at: calibrated(rule, items, collected.sample, missed) for at, rule in rules(items.points).items()},
-        items=items.unordered(),
-        accuracy=collected.accuracy,
-        history=(*old.history, entry(how, new, collected.unknown, [*kept, number])),
-    )
-    return announced(made)
+    missed, grown = collected.unknown + unknown, rules(items.points)
+    levels = {level: calibrated(rule, items, collected.sample, missed) for level, rule in grown.items()}
+    history = (*old.history, entry(how, new, collected.unknown, [*kept, number]))
+    return announced(replace(old, levels=levels, items=items.unordered(), accuracy=collected.accuracy, history=history))

@@ -19,8 +19,8 @@ from keepcover.errors import InputError, KeepcoverWarning, warn
 from keepcover.methods import Holdout
 from keepcover.noise import Stream
 from keepcover.prediction.question import Question
+from keepcover.prediction.report import Accuracy
 from keepcover.prediction.source import Source, check_outputs
-from keepcover.prediction.usefulness import Accuracy
 from keepcover.scores import Draws, Items, Tally
 from keepcover.tasks import Task
 
@@ -62,11 +62,7 @@ class Parts:
     def calibrating(self) -> Tensor | slice:
         """The positions of the calibration points in the data, in order."""
         n = length(self.data)
-        if n is None or not len(self.chosen):
-            return slice(None)
-        kept = torch.ones(n, dtype=torch.bool)
-        kept[self.chosen] = False
-        return kept
+        return slice(None) if n is None else ~torch.isin(torch.arange(n), self.chosen)
 
     def batches(self, only_holdout: bool = False) -> Iterator[tuple[str, Batch]]:
         """Every batch once; what streams by is compared when all of it has passed."""
@@ -76,10 +72,9 @@ class Parts:
                 rows[role].add(batch)
             yield role, batch
         if shared := rows["calibration"].shared(rows["holdout"]):
-            raise InputError(
-                f"{shared} of the calibration points are in holdout= too: what is tuned on a point must not be calibrated on it, "
-                "or the promise is void. Split the data into disjoint parts (holdout=500 does it), and drop duplicates first"
-            )
+            why = "what is tuned on a point must not be calibrated on it, or the promise is void"
+            advice = "Split the data into disjoint parts (holdout=500 does it), and drop duplicates first"
+            raise InputError(f"{shared} of the calibration points are in holdout= too: {why}. {advice}")
 
     def _batches(self, only_holdout: bool) -> Iterator[tuple[str, Batch]]:
         if self.given is not None:
@@ -228,7 +223,6 @@ def collect(
 def warn_of_probabilities(outputs: Tensor) -> None:
     """Say so where every output is a distribution over the classes: a softmax too many."""
     if outputs.ndim == 3 and bool(outputs.amin() >= 0) and bool(((outputs.sum(dim=-1) - 1).abs() < 1e-3).all()):
-        warn(
-            "the model seems to return probabilities where logits are expected, so its scores are squeezed together and sets "
-            "will be large; return logits, or the logarithm of the probabilities"
-        )
+        why = "the model seems to return probabilities where logits are expected"
+        large = "so its scores are squeezed together and sets will be large"
+        warn(f"{why}, {large}; return logits, or the logarithm of the probabilities")

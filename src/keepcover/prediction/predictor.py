@@ -27,9 +27,8 @@ from keepcover.methods import Rule
 from keepcover.methods.early_exit import Vote
 from keepcover.noise import Noise, Stream, fresh_seed
 from keepcover.prediction.question import Level
-from keepcover.prediction.report import Report, levels_table
+from keepcover.prediction.report import Accuracy, Report, levels_table, warning
 from keepcover.prediction.source import check_outputs
-from keepcover.prediction.usefulness import Accuracy, warning
 from keepcover.promises import for_queries
 from keepcover.scores import Items, Reading, Tally
 from keepcover.scores.draws import joined, pieces
@@ -241,9 +240,7 @@ class Predictor:
                 of all groups, without a promise.
         """
         if early_exit and not self.task.early:
-            raise InputError(
-                f"early exit decides a query label by label; {self.task.name} does otherwise, leave it out"
-            )
+            raise InputError(f"early exit decides a query label by label; {self.task.name} does not, leave it out")
         level, group = self._level(alpha, epsilon), self.grouped(groups, images, unknown)
         found, used = self._run(images, self._wanted(level, nested), ids, seed, group, early_exit)
         return self._sets(found, level, nested, used)
@@ -324,10 +321,8 @@ class Predictor:
     def running(self) -> Smoother:
         """The model under noise, or an error that says what is missing."""
         if self.smoother is None:
-            raise InputError(
-                "this predictor has no model: use predict_outputs, or attach the model that gave the calibration outputs with "
-                "predictor.with_model(model)"
-            )
+            attach = "attach the model that gave the calibration outputs with predictor.with_model(model)"
+            raise InputError(f"this predictor has no model: use predict_outputs, or {attach}")
         return self.smoother
 
     def with_model(self, model: Classifier | Smoother, fingerprint: str | None = None) -> Predictor:
@@ -389,7 +384,9 @@ class Predictor:
                 else:
                     here = replace(vote, thresholds=tuple(for_queries(t, own) for t in vote.thresholds))
                     gains = self._pays(batch, here, stream) if gains is None else gains
-                    sets, took = self._voted(batch, replace(here, staged=gains), stream)
+                    here, v = replace(here, staged=gains), stream.uniform(batch.ids, "boundary")
+                    exceeded = partial(self._exceeded, batch, here, stream)
+                    sets, took = here.run(torch.arange(len(batch), device=v.device), v, exceeded)
                     used.add(took)
                 for kept, inside in zip(found.values(), sets, strict=True):
                     kept.add(inside)
@@ -416,10 +413,6 @@ class Predictor:
         self.task.seen(outputs)
         u = self.task.uniform(stream, some.ids.to(outputs.device))
         return vote.above(self.task.prepare(outputs, Reading(order=True), u), span, positions)
-
-    def _voted(self, batch: Batch, vote: Vote, stream: Stream) -> tuple[list[Tensor], Tensor]:
-        v = stream.uniform(batch.ids, "boundary")
-        return vote.run(torch.arange(len(batch), device=v.device), v, partial(self._exceeded, batch, vote, stream))
 
     # -- renewing --------------------------------------------------------------------------------------------------------
 

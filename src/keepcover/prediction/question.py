@@ -107,10 +107,9 @@ class Question:
             listed = ", ".join(f"{name} ({count})" for name, count in few[:12]) + (", ..." if len(few) > 12 else "")
             what = "sets are full" if unit == "group" else "labels are in every set"
             pool = "; clusters='auto' pools classes that behave alike" if unit == "class" else ""
-            warn(
-                f"{len(few)} of {len(points)} {unit}{'e' if unit == 'class' else ''}s have fewer than the {least} calibration "
-                f"points that the promise needs, so their {what}: {listed}{pool}"
-            )
+            units = f"{len(few)} of {len(points)} {unit}{'e' if unit == 'class' else ''}s"
+            less = f"fewer than the {least} calibration points that the promise needs"
+            warn(f"{units} have {less}, so their {what}: {listed}{pool}")
 
 
 def budget(
@@ -153,8 +152,6 @@ def numbers(values: Any, name: str) -> list[float]:
 def one_noise(sigma: float | str | None, noise: Noise | str | None) -> Noise:
     """The noise that a user named, as sigma or as another."""
     if (sigma is None) == (noise is None) or isinstance(sigma, str):
-        raise InputError(
-            "expected sigma, the standard deviation of Gaussian noise (epsilon to 2 epsilon works well; calibrate takes "
-            '"auto" too), or another noise=..., and not both'
-        )
+        what = 'the standard deviation of Gaussian noise (epsilon to 2 epsilon works well; calibrate takes "auto" too)'
+        raise InputError(f"expected sigma, {what}, or another noise=..., and not both")
     return get_noise(noise if noise is not None else float(sigma or 0.0))

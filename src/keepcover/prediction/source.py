@@ -33,12 +33,9 @@ def check_outputs(outputs: Any) -> Tensor:
     except (TypeError, ValueError, RuntimeError):
         raise InputError(f"expected noisy outputs as a tensor or array, got {type(outputs).__name__}") from None
     if values.ndim < 2 or not values.is_floating_point() or 0 in values.shape:
-        raise InputError(
-            f"expected float noisy outputs [points, draws, ...], at least one of each, got {values.dtype} "
-            f"{tuple(values.shape)}"
-        )
-    if values.dtype == torch.float16 or values.dtype == torch.bfloat16:
-        values = values.float()
+        found = f"{values.dtype} {tuple(values.shape)}"
+        raise InputError(f"expected float noisy outputs [points, draws, ...], at least one of each, got {found}")
+    values = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
     if not in_pieces(values, lambda part: part.isfinite().all()[None]).all():
         bad = int((~values.isfinite()).flatten(1).any(dim=1).nonzero()[0, 0])
         raise InputError(f"outputs contain NaN or infinity, first at point {bad}; no guarantee survives a NaN")
