@@ -94,8 +94,7 @@ def save_model(
     described.metadata = {**(described.metadata or {}), "guarantee": str(made.guarantee), "predictor": made.digest}
     needed = [f"{name}=={version(name).partition('+')[0]}" for name in (*NEEDED, "mlflow-skinny")]
     wanted = list(pip_requirements) if pip_requirements is not None else needed
-    environment = mlflow.utils.environment
-    environment._PythonEnv.current().to_yaml(str(path / "python_env.yaml"))
+    mlflow.utils.environment._PythonEnv.current().to_yaml(str(path / "python_env.yaml"))
     (path / "requirements.txt").write_text("\n".join(wanted) + "\n")
     mlflow.pyfunc.add_to_model(described, loader_module=__name__, data="data", code=code, python_env="python_env.yaml")
     described.save(str(path / "MLmodel"))
@@ -166,8 +165,7 @@ def _load(data: Path, reference: dict[str, Any], device: str | None = None) -> P
     def found(name: str) -> str:
         return str(data / name) if (data / name).exists() else name
 
-    weights = reference["weights"]
-    weights = weights if weights is None else "+".join(map(found, weights.split("+")))
+    weights = reference["weights"] and "+".join(map(found, reference["weights"].split("+")))
     how = (reference["model_output"], None, reference["fingerprint"])
     return load_predictor(data / FILE, _each(reference["model"], found), weights, device, *how)
 

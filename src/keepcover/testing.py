@@ -315,10 +315,9 @@ def _read(rule: Rule, scores: Tensor) -> Items:
 
 
 def _round_trip(rule: Rule, scores: Tensor) -> None:
-    stated = json.loads(json.dumps([rule.method.options(), rule.asked.config(), rule.parameters()]))
-    method = saved_method(rule.name, stated[0])
-    listed = {key: tuple(value) if isinstance(value, list) else value for key, value in stated[2].items()}
-    again = method.rule(Asked.from_config(stated[1]), rule.transform, **listed)
+    options, asked, chosen = json.loads(json.dumps([rule.method.options(), rule.asked.config(), rule.parameters()]))
+    listed = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen.items()}
+    again = saved_method(rule.name, options).rule(Asked.from_config(asked), rule.transform, **listed)
     _law(again == rule, "options, question and parameters do not survive JSON")
     items = _read(rule, scores)
     threshold = rule.threshold(items)

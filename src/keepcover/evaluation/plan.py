@@ -80,8 +80,7 @@ def make_plan(
     held = holdout or reference_holdout(cal)
 
     def asked(per_query: int, per_point: int) -> Asked:
-        question = Asked(alpha, threat, per_query, n, held.task.candidates, per_point, promised)
-        return question.settled(held)
+        return Asked(alpha, threat, per_query, n, held.task.candidates, per_point, promised).settled(held)
 
     own: list[Method] = [AllBands()] if threat.noise.deterministic else [Exact(), plus]
     for method in own:  # refused before anything is solved

@@ -125,10 +125,8 @@ class Monitor:
     def report(self) -> dict[str, Any]:
         """Numbers and words, for JSON."""
         outcomes, misses = self.outcomes.counts
-        counted: dict[str, dict[str, Any]] = {
-            "promise": {"outcomes": outcomes, "misses": round(misses, 3), "levels": list(self.levels)},
-            "queries": {"queries": sum(stream.count for stream in self.streams)},
-        }
+        promise = {"outcomes": outcomes, "misses": round(misses, 3), "levels": list(self.levels)}
+        counted = {"promise": promise, "queries": {"queries": sum(stream.count for stream in self.streams)}}
         rows = {
             name: {"evidence": evidence, "alarm_at": self.limits[name], "since": self.alarms.get(name), **counted[name]}
             for name, evidence in self.evidence.items()

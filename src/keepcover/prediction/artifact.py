@@ -190,7 +190,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 def _typed(value: Any) -> Any:
     """A dataclass made of JSON values, each field of the type it names: JSON takes 1.5 for a count, and true for 1."""
-    for field in fields(value):
+    for field in fields(value) if is_dataclass(value) else ():
         own = getattr(value, field.name)
         if is_dataclass(own) and not isinstance(own, type):
             _typed(own)
@@ -216,9 +216,7 @@ def restore(path: str | Path, score: Any = None) -> Predictor:
         held, config = tensors.get("reference"), manifest["task"]
         if held is not None and (held.diff() < 0).any():
             raise InputError("its holdout scores are not sorted; save the predictor again")
-        task = TASKS[config["name"]].from_config(config, score)
-        if is_dataclass(task):
-            _typed(task)
+        task = _typed(TASKS[config["name"]].from_config(config, score))
         task.check_probe(tensors["probe_scores"])
         items, size = _items(task, manifest, tensors), manifest["holdout_size"]
         if held is not None:  # points whose truth no set can hold have no score there

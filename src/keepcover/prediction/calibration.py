@@ -105,8 +105,7 @@ def calibrate(
     question = Question(known, get_method(method), levels, norm, Promise.of(promise), *spent)
     for smoother in smoothers:
         question.check(smoother.noise, length(data), shape)
-    choosing = question.needs_holdout or len(smoothers) > 1 or input_scale == "std"
-    parts = Parts(data, holdout, ids, seed, choosing)
+    parts = Parts(data, holdout, ids, seed, question.needs_holdout or len(smoothers) > 1 or input_scale == "std")
     smoothers = _in_units(smoothers, input_scale, parts, inputs)
     group, label = question.groups(data, parts.calibrating), None
     if known.classed and labels is not None and not isinstance(labels, tuple):  # which would be a batch
@@ -183,8 +182,7 @@ def calibrate_outputs(
     question.warn_of_few(label, group)
     roles = {"holdout": held, "calibration": ~held}
     parts = (chunks_of(source, at.nonzero()[:, 0], Stream(seed, role), ids, available) for role, at in roles.items())
-    collected = collect(chain.from_iterable(parts), question, n, group)
-    return conclude(question, collected, source.noise, where)
+    return conclude(question, collect(chain.from_iterable(parts), question, n, group), source.noise, where)
 
 
 def split_conformal(

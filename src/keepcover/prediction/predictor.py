@@ -334,15 +334,15 @@ class Predictor:
             model: the model, or a smoother around it with this predictor's noise.
             fingerprint: a string that identifies a model that is not an ``nn.Module``.
         """
-        own = self.numerics
-        smoother = model if isinstance(model, Smoother) else Smoother(model, self.noise, **numeric_options(own))
+        options = numeric_options(self.numerics)
+        smoother = model if isinstance(model, Smoother) else Smoother(model, self.noise, **options)
         if smoother.noise != self.noise:
             raise InputError(f"the outputs were drawn under {self.noise}, the smoother adds {smoother.noise}")
         if self.identity is None:  # calibrated on outputs: nothing is known of the model yet
             identity = Identity.of(smoother, None, fingerprint)
             return replace(self, smoother=smoother, identity=identity, numerics=smoother.numerics)
-        if smoother.numerics != own:
-            raise InputError(f"expected the numerics of calibration, {own}, the smoother has {smoother.numerics}")
+        if (found := smoother.numerics) != self.numerics:
+            raise InputError(f"expected the numerics of calibration, {self.numerics}, the smoother has {found}")
         self.identity.refuse_other(smoother, fingerprint)
         return replace(self, smoother=smoother)
 

@@ -97,8 +97,7 @@ class Question:
         classes = self.task.candidates or (len(names) if names else int(known.max()) + 1)
         if group is None and len(known) and int(known.max()) >= classes:
             raise InputError(f"expected labels between 0 and {classes - 1}, of {classes} classes, got {known.max()}")
-        cell = promise.partition.cells(Sample(known, label=label, group=group))
-        assert cell is not None
+        cell: Any = promise.partition.cells(Sample(known, label=label, group=group))
         points = cell.bincount(minlength=promise.cells(classes))
         least = min(promise.points_needed(promise.level(a) - exact_level(self.method.spent)) for a, _ in self.levels)
         unit = promise.partition.unit

@@ -143,10 +143,9 @@ def compare(one: Predictor, two: Predictor) -> dict[str, Any]:
         ([180, 380], True)
     """
     known = [_facts(one), _facts(two)]
-    names = dict.fromkeys([*known[0], *known[1]])
-    pairs = {name: [facts.get(name) for facts in known] for name in names}
+    pairs = {name: [facts.get(name) for facts in known] for name in {**known[0], **known[1]}}
     differences = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    return {"differences": differences, "same": [name for name in names if name not in differences]}
+    return {"differences": differences, "same": [name for name in pairs if name not in differences]}
 
 
 def _facts(predictor: Predictor) -> dict[str, Any]:
