@@ -181,7 +181,6 @@ def collect(
 
     ``group`` is that of every calibration point, where the promise is per group.
     """
-    alone = renewing or not question.method.needs_holdout
     found: Items | Tally | None = None
     labels: list[Tensor] = []
     right: tuple[list[Tensor], ...] = [], []  # under noise, and without
@@ -198,7 +197,7 @@ def collect(
                 shares.append(share)
         uniform, beside, aside = task.uniform(stream, ids), kept[stream.role], stream.role == "holdout"
         own: Any = None if aside and task.single else task.items(outputs, truth, question.reading, uniform)
-        if aside or (beside.points < SAMPLE and alone):
+        if aside or (beside.points < SAMPLE and (renewing or not question.method.needs_holdout)):
             beside.add(task, outputs, known, uniform, None if task.single else own)
         if aside:
             continue
