@@ -67,39 +67,21 @@ def epsilon_of(norm: str) -> float:
     return 1.0 if get_norm(norm).replaces else 0.05
 
 
-def noise_of(kind: type[Noise]) -> Noise:
-    """A noise with numbers that suit small inputs.
-
-    Example:
-        >>> str(noise_of(NOISES["gaussian"]))
-        'Gaussian noise sigma 0.5'
-    """
-    return kind(*(2 if str(field.type) == "int" else 0.5 for field in fields(kind)))  # type: ignore[arg-type]
-
-
 def missed(outputs: torch.Tensor, truth: torch.Tensor, parameter: float) -> torch.Tensor:
     """A loss to try: which of the true labels have a logit below minus the parameter."""
     return ((outputs < -parameter) & truth).double().mean(dim=1)
 
 
-def task_of(kind: type[Task]) -> Task:
-    """A task without options; a loss to try where it needs one."""
-    return Loss(missed, (-2.0, 0.0, 2.0, 1e9)) if kind is Loss else kind()
-
-
 def combinations() -> Iterator[Combination]:
-    """Every cell: the library's own members only, whatever else is registered."""
-    noises, norms = [noise_of(kind) for kind in own(NOISES)], list(own(NORMS, names=True))
-    tasks = [task_of(kind) for kind in own(TASKS)]
-    for noise, norm, method, promise, task in product(noises, norms, own(METHODS), PROMISES, tasks):
-        yield Combination(noise, norm, method, promise, task)
+    """Every cell: the library's own members only, whatever else is registered, with numbers that suit small inputs."""
+    noises = [kind(*(2 if field.type == "int" else 0.5 for field in fields(kind))) for kind in own(NOISES)]
+    tasks = [Loss(missed, (-2.0, 0.0, 2.0, 1e9)) if kind is Loss else kind() for kind in own(TASKS)]
+    every = product(noises, own(NORMS, names=True), own(METHODS), PROMISES, tasks)
+    return (Combination(*cell) for cell in every)
 
 
 def own(registry: Mapping[str, Any], names: bool = False) -> list[Any]:
     """The members of a registry that the library brings, or their names."""
-    found = {
-        name: one
-        for name, one in registry.items()
-        if (one if isinstance(one, type) else type(one)).__module__.startswith("keepcover.")
-    }
-    return list(found if names else found.values())
+    kinds = {name: one if isinstance(one, type) else type(one) for name, one in registry.items()}
+    found = [name for name, kind in kinds.items() if kind.__module__.startswith("keepcover.")]
+    return found if names else [registry[name] for name in found]

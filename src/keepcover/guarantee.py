@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
 from keepcover.assumption import Assumption
 from keepcover.bounds import exact_level
-from keepcover.errors import InputError, KeepcoverWarning
+from keepcover.errors import InputError, warn
 from keepcover.noise import Threat
 from keepcover.promises import Promise
 from keepcover.promises.base import NEVER
@@ -49,12 +48,9 @@ def warn_of_coverage(alpha: float) -> None:
         >>> warn_of_coverage(0.1)
     """
     if 0.5 < alpha < 1:
-        warnings.warn(
-            f"alpha is miscoverage: {alpha:g} promises that {100 * (1 - alpha):.6g} % of sets hold the truth; for "
-            f"{100 * alpha:.6g} % coverage give alpha {float(1 - exact_level(alpha)):g}",
-            KeepcoverWarning,
-            stacklevel=3,
-        )
+        promised = f"{alpha:g} promises that {100 * (1 - alpha):.6g} % of sets hold the truth"
+        meant = f"for {100 * alpha:.6g} % coverage give alpha {float(1 - exact_level(alpha)):g}"
+        warn(f"alpha is miscoverage: {promised}; {meant}")
 
 
 @dataclass(frozen=True)
@@ -103,24 +99,18 @@ class Guarantee:
         if not (math.isfinite(self.alpha) and 0 < self.alpha < 1):
             raise InputError(f"expected alpha strictly between 0 and 1, got {self.alpha}; 0.1 promises 90 % coverage")
         if self.certified and not self.threat.noise.certifies:
-            raise InputError(
-                f"{self.method} certifies through noise, and there is none; give sigma > 0 (epsilon to 2 epsilon works well) "
-                "or choose the uncertified method cp"
-            )
+            advice = "give sigma > 0 (epsilon to 2 epsilon works well) or choose the uncertified method cp"
+            raise InputError(f"{self.method} certifies through noise, and there is none; {advice}")
         if self.draws < 1 or (self.calibration_draws is not None and self.calibration_draws < 1):
             raise InputError(f"expected at least 1 draw, got {self.draws} (calibration {self.calibration_draws})")
         level = self.promise.level(self.alpha) - exact_level(self.spent)
         if level <= 0:
-            raise InputError(
-                f"the promise and the method spend all of alpha = {self.alpha:g} before a quantile is taken; ask less of the "
-                "promise, choose a smaller beta (0.001 is usual) or raise alpha"
-            )
+            spent = f"the promise and the method spend all of alpha = {self.alpha:g} before a quantile is taken"
+            raise InputError(f"{spent}; ask less of the promise, choose a smaller beta (0.001 is usual) or raise alpha")
         least = self.promise.points_needed(level)
         if self.n < least:
-            raise InputError(
-                f"{self.n} calibration points cannot certify miscoverage {float(level):g}: at least {least} are needed; add "
-                "data or raise alpha"
-            )
+            few = f"{self.n} calibration points cannot certify miscoverage {float(level):g}"
+            raise InputError(f"{few}: at least {least} are needed; add data or raise alpha")
 
     @property
     def epsilon(self) -> float:
@@ -135,61 +125,36 @@ class Guarantee:
         return tuple(map(Assumption.of, general + self.assumed + noise + self.promise.assumptions))
 
     def __str__(self) -> str:
-        coverage, points = f"{100 * (1 - self.alpha):.6g} %", f"{self.n} calibration points"
-        start = f"{self.promise.confidence}with probability at least {coverage}{self.promise.whom}, {self.task}"
+        promise, how, points = self.promise, f"method {self.method}", f"{self.n} calibration points{self._few}"
+        start = f"with probability at least {100 * (1 - self.alpha):.6g} %{promise.whom}, {self.task}"
         if self.shares:
-            start = f"{self.promise.confidence}{self.task} is at most {100 * self.alpha:.6g} %{self.promise.whom},"
-        start, points = start[0].upper() + start[1:], points + self._few
+            start = f"{self.task} is at most {100 * self.alpha:.6g} %{promise.whom},"
+        start = promise.confidence + start
+        start = start[0].upper() + start[1:]
         if not self.certified:
-            return (
-                f"{start} that is not attacked{self.promise.sentence} (method {self.method}, {points}); under attack "
-                f"{self.method} promises nothing."
-            )
+            unattacked = f"{start} that is not attacked{promise.sentence} ({how}, {points})"
+            return f"{unattacked}; under attack {self.method} promises nothing."
         noise, plural = self.threat.noise, "s" if self.draws != 1 else ""
-        noise = f"{noise}, {self.draws} {noise.each}{plural} per query"
-        paid = f", Monte Carlo budget {self.spent:g} inside the {100 * self.alpha:g} %" if self.spent else ""
-        return (
-            f"{start} even if an adversary {self.threat}{self.promise.sentence} (method {self.method}, {noise}{paid}, "
-            f"{points})."
-        )
+        how += f", {noise}, {self.draws} {noise.each}{plural} per query"
+        how += f", Monte Carlo budget {self.spent:g} inside the {100 * self.alpha:g} %" if self.spent else ""
+        return f"{start} even if an adversary {self.threat}{promise.sentence} ({how}, {points})."
 
     @property
     def _few(self) -> str:
         """What becomes of classes and groups with too few points."""
         if not self.promise.partition:
             return f"; always in the set: {_some(self.always)}" if self.always else ""
-        unit = self.promise.partition.unit
-        rest = (
-            "a full set"
-            if unit == "group"
-            else "its labels in every set"
-            if unit == "cluster"
-            else "its label in every set"
-        )
-        here = f", here {_some(self.always)}" if self.always else ""
-        few = (
-            f"a {unit} with fewer than {self.least}"
-            if self.least < NEVER
-            else f"every {unit}, however many its points,"
-        )
-        return f"; {few} has {rest}{here}"
+        unit, here = self.promise.partition.unit, f", here {_some(self.always)}" if self.always else ""
+        rest = {"group": "a full set", "cluster": "its labels in every set"}.get(unit, "its label in every set")
+        if self.least >= NEVER:
+            return f"; every {unit}, however many its points, has {rest}{here}"
+        return f"; a {unit} with fewer than {self.least} has {rest}{here}"
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers and the sentence, for JSON."""
-        return {
-            "method": self.method,
-            "certified": self.certified,
-            "alpha": self.alpha,
-            **self.threat.config(),
-            "promise": self.promise.config(),
-            "draws": self.draws,
-            "calibration_draws": self.calibration_draws,
-            "n": self.n,
-            "score": self.score,
-            "transform": self.transform,
-            "statement": str(self),
-            "assumptions": list(self.assumptions),
-        }
+        names = ("method", "certified", "alpha", "draws", "calibration_draws", "n", "score", "transform")
+        stated = {"promise": self.promise.config(), "statement": str(self), "assumptions": list(self.assumptions)}
+        return {**{name: getattr(self, name) for name in names}, **self.threat.config(), **stated}
 
 
 def _some(names: tuple[str, ...]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,17 +79,12 @@ def save_model(
         else:
             restore(predictor)  # says what is wrong with it
             shutil.copyfile(predictor, data / FILE)
-        reference = {
-            "model": _each(model, lambda name: _kept(name, data)),
-            "weights": weights if weights is None else _weights(weights, lambda name: _kept(name, data)),
-            "model_output": model_output,
-            "fingerprint": fingerprint,
-        }
+        kept = partial(_kept, data=data)
+        reference = {"model": _each(model, kept), "model_output": model_output, "fingerprint": fingerprint}
+        reference["weights"] = None if weights is None else _weights(weights, kept)
         made = _load(data, reference)
         if made.rule.asked.promise.groups is not None:
-            raise InputError(
-                "the promise is per group, and a query of MLflow cannot say its group; use keepcover serve"
-            )
+            raise InputError("the promise is per group, and no query of MLflow can say its group; use keepcover serve")
     except BaseException:
         shutil.rmtree(data)
         raise
@@ -98,20 +94,16 @@ def save_model(
     described.metadata = {**(described.metadata or {}), "guarantee": str(made.guarantee), "predictor": made.digest}
     needed = [f"{name}=={version(name).partition('+')[0]}" for name in (*NEEDED, "mlflow-skinny")]
     wanted = list(pip_requirements) if pip_requirements is not None else needed
-    environment = mlflow.utils.environment
-    environment._PythonEnv.current().to_yaml(str(path / "python_env.yaml"))
+    mlflow.utils.environment._PythonEnv.current().to_yaml(str(path / "python_env.yaml"))
     (path / "requirements.txt").write_text("\n".join(wanted) + "\n")
     mlflow.pyfunc.add_to_model(described, loader_module=__name__, data="data", code=code, python_env="python_env.yaml")
     described.save(str(path / "MLmodel"))
 
 
-def log_model(
-    predictor: Predictor | str | Path, name: str, *, registered_model_name: str | None = None, **options: Any
-) -> ModelInfo:
-    """Log a predictor to the active run of MLflow; ``options`` are those of :func:`save_model`."""
+def log_model(predictor: Predictor | str | Path, name: str, **options: Any) -> ModelInfo:
+    """Log a predictor to the active run of MLflow; ``options`` are those of :func:`save_model`, and ``registered_model_name``."""
     log = _mlflow().models.Model.log
-    kept = {"registered_model_name": registered_model_name, **options}
-    return log(artifact_path=None, flavor=sys.modules[__name__], name=name, predictor=predictor, **kept)
+    return log(artifact_path=None, flavor=sys.modules[__name__], name=name, predictor=predictor, **options)
 
 
 def _each(spec: str, change: Callable[[str], str]) -> str:
@@ -173,8 +165,7 @@ def _load(data: Path, reference: dict[str, Any], device: str | None = None) -> P
     def found(name: str) -> str:
         return str(data / name) if (data / name).exists() else name
 
-    weights = reference["weights"]
-    weights = weights if weights is None else "+".join(map(found, weights.split("+")))
+    weights = reference["weights"] and "+".join(map(found, reference["weights"].split("+")))
     how = (reference["model_output"], None, reference["fingerprint"])
     return load_predictor(data / FILE, _each(reference["model"], found), weights, device, *how)
 

@@ -10,7 +10,7 @@ from keepcover.cli import options as opt
 from keepcover.evaluation import plan as planning
 from keepcover.methods import Holdout
 from keepcover.noise import Threat
-from keepcover.prediction.outputs import check_outputs
+from keepcover.prediction.source import check_outputs
 from keepcover.specs import read_shape
 from keepcover.store import read_logits
 from keepcover.tasks import Classification

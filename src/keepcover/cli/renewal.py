@@ -13,7 +13,7 @@ from keepcover.cli.predictor import Saved
 from keepcover.errors import InputError
 from keepcover.files import check_place
 from keepcover.prediction.artifact import restore
-from keepcover.prediction.comparison import compare
+from keepcover.prediction.report import compare
 from keepcover.store import data_fingerprint
 
 MOST = 8  # thresholds or batches that are printed

@@ -1,8 +1,7 @@
 """Evaluation: methods over random splits of noisy outputs, what draws buy before data are seen, and where numbers come from."""
 
-from keepcover.evaluation.evaluate import Entry, entries, evaluate, evaluate_entries
+from keepcover.evaluation.evaluate import Attacked, Entry, entries, evaluate, evaluate_entries
 from keepcover.evaluation.rows import Observed, Row
-from keepcover.evaluation.scored import Attacked
 from keepcover.prediction.source import InMemory, Network, Source, Stored
 
 __all__ = [

@@ -80,8 +80,7 @@ def make_plan(
     held = holdout or reference_holdout(cal)
 
     def asked(per_query: int, per_point: int) -> Asked:
-        question = Asked(alpha, threat, per_query, n, held.task.candidates, per_point, promised)
-        return question.settled(held)
+        return Asked(alpha, threat, per_query, n, held.task.candidates, per_point, promised).settled(held)
 
     own: list[Method] = [AllBands()] if threat.noise.deterministic else [Exact(), plus]
     for method in own:  # refused before anything is solved
@@ -100,10 +99,8 @@ def make_plan(
     radius = hoeffding(draws, beta)
     # Non-trivial only if up(tau + b) + b < 1 for the calibrated tau.
     most = threat.most(1 - radius) - radius if radius < 1 else 0.0
-    words = f"pays 2 beta = {2 * beta:g} of alpha and {radius:.3f} on each side of the mean score; " + (
-        f"the full label set unless tau < {most:.3f}" if most > 0 else "always the full label set"
-    )
+    full = f"the full label set unless tau < {most:.3f}" if most > 0 else "always the full label set"
+    words = f"pays 2 beta = {2 * beta:g} of alpha and {radius:.3f} on each side of the mean score; {full}"
     left = promised.level(alpha) - 2 * exact_level(beta)
-    least = promised.points_needed(left)
-    plans.append(Plan(plus.name, draws, draws, None, None, float(left), None, words, least))
-    return plans
+    paid = Plan(plus.name, draws, draws, None, None, float(left), None, words, promised.points_needed(left))
+    return [*plans, paid]

@@ -42,9 +42,7 @@ def random_splits(
     generator = torch.Generator().manual_seed(seed)
     order, half = torch.randperm(n, generator=generator), (n - holdout) // 2 if calibration is None else calibration
     if not 0 < half < n - holdout:
-        raise InputError(
-            f"expected 1 to {n - holdout - 1} calibration points beside a holdout of {holdout}, got {half}"
-        )
+        raise InputError(f"expected 1 to {n - holdout - 1} calibration points beside {holdout} held out, got {half}")
     for _ in range(count):
         if redraw_holdout:
             order = torch.randperm(n, generator=generator)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -14,6 +14,19 @@ from torch import Tensor
 
 from keepcover.guarantee import Guarantee
 from keepcover.tasks import Proportion, Spread
+
+
+class Seen(NamedTuple):
+    """Some test points of a split: which they are, the sizes of their sets, whether those hold the truth or which share of it,
+    whether every set is full, and the points' classes and groups.
+    """
+
+    points: Int[Tensor, " m"]
+    size: Tensor
+    covered: Tensor
+    trivial: bool
+    label: Int[Tensor, " m"] | None = None
+    group: Int[Tensor, " m"] | None = None
 
 
 @dataclass
@@ -29,7 +42,7 @@ class Breakdown:
 
     def add(self, size: Tensor, covered: Tensor, of: Tensor, many: int, points: Tensor) -> None:
         for kept, weights in ((self.count, None), (self.hits, covered.double()), (self.labels, size.double())):
-            kept.append(torch.bincount(of, weights=weights, minlength=many).long().cpu())
+            kept.append(torch.bincount(of, weights=weights, minlength=many).cpu())
         for k in range(many):
             self.tested.setdefault(k, set()).update(points[(of == k).to(points.device)].tolist())
 
@@ -75,7 +88,8 @@ class Observed:
 
     Example:
         >>> seen = Observed()
-        >>> seen.add(torch.arange(2), torch.tensor([1, 2]), torch.tensor([True, True]), False, torch.tensor([0, 1]), 2)
+        >>> one = Seen(torch.arange(2), torch.tensor([1, 2]), torch.tensor([True, True]), False, torch.tensor([0, 1]))
+        >>> seen.add(one, classes=2)
         >>> seen.histogram.tolist(), seen.sizes, seen.by_class(1)
         ([0, 1, 1], [1.5], ([1.0], [2.0]))
     """
@@ -87,20 +101,9 @@ class Observed:
     by_class: Breakdown = field(default_factory=Breakdown, compare=False)
     by_group: Breakdown = field(default_factory=Breakdown, compare=False)
 
-    def add(
-        self,
-        points: Int[Tensor, " m"],
-        size: Tensor,
-        covered: Tensor,
-        trivial: bool,
-        label: Int[Tensor, " m"] | None = None,
-        classes: int | None = None,
-        group: Int[Tensor, " m"] | None = None,
-        groups: int = 0,
-    ) -> None:
-        """One split's test points: which they are, the sizes of their sets, whether those hold the truth or which share of it, the
-        true class and the group.
-        """
+    def add(self, seen: Seen, classes: int | None = None, groups: int = 0) -> None:
+        """One split's test points, of so many classes and groups."""
+        points, size, covered, trivial, label, group = seen
         self.sizes.append(float(size.double().mean()))
         self.coverages.append(float(covered.double().mean()))
         self.trivial += trivial
@@ -152,25 +155,17 @@ class Row:
 
     def cost(self, rows: Sequence[Row]) -> float | None:
         """How much larger sets are than those of the marginal promise among these rows, as a share; None where it is missing."""
-        same = [
-            row
-            for row in rows
-            if (row.asked, row.transform, row.attack) == (self.asked, self.transform, self.attack)
-            and not row.guarantee.promise.clauses
-        ]
-        return self.size.mean / same[0].size.mean - 1 if same and same[0].size.mean else None
+        marginal = (row for row in rows if not row.guarantee.promise.clauses)
+        own = (self.asked, self.transform, self.attack)
+        same = next((row.size.mean for row in marginal if (row.asked, row.transform, row.attack) == own), None)
+        return self.size.mean / same - 1 if same else None
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers, for JSON."""
         g = self.guarantee
         noise = g.threat.noise.config()
         return {
-            "method": g.method,
-            "score": g.score,
-            "transform": g.transform,
-            "certified": g.certified,
-            "alpha": g.alpha,
-            "epsilon": g.epsilon,
+            **{name: getattr(g, name) for name in ("method", "score", "transform", "certified", "alpha", "epsilon")},
             "norm": g.threat.norm,
             "noise": noise.pop("name"),
             **noise,
@@ -189,7 +184,5 @@ class Row:
     @property
     def worst(self) -> dict[str, Any]:
         """The class and the group with the lowest coverage, each with a simultaneous interval."""
-        seen = self.observed
-        return {
-            f"worst_{name}": by.worst() for name, by in (("class", seen.by_class), ("group", seen.by_group)) if by.count
-        }
+        parts = {"worst_class": self.observed.by_class, "worst_group": self.observed.by_group}
+        return {name: by.worst() for name, by in parts.items() if by.count}

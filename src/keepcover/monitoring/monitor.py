@@ -15,6 +15,7 @@ from keepcover.monitoring.queries import BINS, Queries
 from keepcover.prediction import Predictor
 
 DAY = 86_400
+ALARMS = {"promise": "misses are more frequent than promised", "queries": "queries have changed; a warning, no breach"}
 
 
 @dataclass
@@ -45,12 +46,10 @@ class Monitor:
     about: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not (
-            0 <= self.luck < self.false_alarm < 1 and self.levels and all(0 <= level <= 1 for level in self.levels)
-        ):
-            raise InputError(
-                f"expected levels in [0, 1] and 0 <= luck < false_alarm < 1, got {self.levels}, {self.luck} and {self.false_alarm}"
-            )
+        fits = self.levels and all(0 <= level <= 1 for level in self.levels)
+        if not (fits and 0 <= self.luck < self.false_alarm < 1):
+            found = f"{self.levels}, {self.luck} and {self.false_alarm}"
+            raise InputError(f"expected levels in [0, 1] and 0 <= luck < false_alarm < 1, got {found}")
 
     def add_outcomes(self, missed: Any, cell: Any = None, now: float | None = None) -> list[str]:
         """Count outcomes: whether each set missed, or the share it missed where a query has several things to cover, and which
@@ -58,9 +57,7 @@ class Monitor:
         """
         now, own = time.time() if now is None else now, np.asarray(0 if cell is None else cell)
         if (cell is None and len(self.levels) > 1) or not ((own >= 0) & (own < len(self.levels))).all():
-            raise InputError(
-                f"expected which of the {len(self.levels)} levels every outcome has, from 0 on, got {cell!r:.60}"
-            )
+            raise InputError(f"expected which of the {len(self.levels)} levels every outcome has, got {cell!r:.60}")
         self.outcomes.add(missed, np.array(self.levels)[own], int(now // DAY))
         return self._alarms(now)
 
@@ -83,16 +80,12 @@ class Monitor:
     def statistics(self, sets: Any, **scores: Any) -> ndarray:
         """What is kept of queries, ``[n, statistics]`` of 5 bits each: the traits of their sets, and the scores."""
         if set(scores) != set(self.scores):
-            raise InputError(
-                f"expected the scores {', '.join(self.scores) or 'that monitor(scores=...) named: none'}, got "
-                f"{', '.join(scores) or 'none'}"
-            )
+            named = ", ".join(self.scores) or "that monitor(scores=...) named: none"
+            raise InputError(f"expected the scores {named}, got {', '.join(scores) or 'none'}")
         more = [np.clip(np.asarray(scores[name], float) * BINS, 0, BINS - 1).astype(int) for name in self.scores]
         return np.column_stack([sets.traits, *more])
 
-    def add_queries(
-        self, statistics: ndarray, rng: np.random.Generator | None = None, now: float | None = None
-    ) -> list[str]:
+    def add_queries(self, statistics: ndarray, rng: Any = None, now: float | None = None) -> list[str]:
         """Count queries by their :meth:`statistics`, in the order they came. Returns alarms that are new."""
         self.streams = self.streams or [Queries(statistics.shape[1])]
         self.streams[0].add(statistics, np.random.default_rng() if rng is None else rng)
@@ -107,9 +100,8 @@ class Monitor:
         own, theirs = ([one.levels, one.false_alarm, one.scores, one.about] for one in (self, other))
         if own != theirs:
             raise InputError("the monitors watch different promises; merge those of one predictor")
-        both = replace(
-            self, outcomes=self.outcomes.merged(other.outcomes), streams=self.streams + other.streams, alarms={}
-        )
+        outcomes, streams = self.outcomes.merged(other.outcomes), self.streams + other.streams
+        both = replace(self, outcomes=outcomes, streams=streams, alarms={})
         both._alarms(min([*self.alarms.values(), *other.alarms.values()], default=time.time()))
         return both
 
@@ -132,19 +124,14 @@ class Monitor:
 
     def report(self) -> dict[str, Any]:
         """Numbers and words, for JSON."""
-        evidence, limits, (outcomes, misses) = self.evidence, self.limits, self.outcomes.counts
-        said = {
-            "promise": "misses are more frequent than promised",
-            "queries": "queries have changed; a warning, no breach",
-        }
+        outcomes, misses = self.outcomes.counts
+        promise = {"outcomes": outcomes, "misses": round(misses, 3), "levels": list(self.levels)}
+        counted = {"promise": promise, "queries": {"queries": sum(stream.count for stream in self.streams)}}
         rows = {
-            name: {"evidence": evidence[name], "alarm_at": limits[name], "since": self.alarms.get(name)}
-            for name in limits
+            name: {"evidence": evidence, "alarm_at": self.limits[name], "since": self.alarms.get(name), **counted[name]}
+            for name, evidence in self.evidence.items()
         }
-        rows["promise"] |= {"outcomes": outcomes, "misses": round(misses, 3), "levels": list(self.levels)}
-        rows["queries"] |= {"queries": sum(stream.count for stream in self.streams)}
-        said_now = [said[name] for name in self.alarms]
-        return {**self.about, **rows, "alarms": said_now, "false_alarm": self.false_alarm}
+        return {**self.about, **rows, "alarms": [ALARMS[name] for name in self.alarms], "false_alarm": self.false_alarm}
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for JSON; :meth:`from_dict` reads it back."""
@@ -161,9 +148,7 @@ class Monitor:
             monitor.report()
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             why = f"{type(error).__name__}: {error}"
-            raise InputError(
-                f"this is not the state of a monitor ({why}); give what Monitor.to_dict returned"
-            ) from None
+            raise InputError(f"this is not the state of a monitor ({why}); give what Monitor.to_dict gave") from None
         return monitor
 
 
@@ -207,24 +192,20 @@ def monitor(
     digest, predictor = predictor.digest, predictor.at(alpha, epsilon)
     rule, promise, task = predictor.rule, predictor.rule.asked.promise, predictor.task
     if any(clause.importance() is not None for clause in promise.clauses):
-        raise InputError(
-            "the law of a weighted quantile is not known, so a promise with label_weights is not monitored"
-        )
-    guarantee = predictor.guarantee
-    about = {"predictor": digest, "alpha": guarantee.alpha, "epsilon": guarantee.epsilon}
+        raise InputError("the law of a weighted quantile is unknown, so a promise with label_weights is not monitored")
+    about = {"predictor": digest, "alpha": rule.asked.alpha, "epsilon": rule.asked.threat.epsilon}
     if promise.config().get("delta") is not None and promise.partition is None:
         return Monitor((rule.asked.alpha,), false_alarm, 0.0, (), tuple(scores), about=about)
     items: Any = predictor.items
     parts, luck = promise.parts(rule.sample(rule.read(items)), task.candidates), false_alarm / 2
-    levels = tuple(
-        _level(*rule.law(part.points, not task.single), luck / len(parts)) if part.points else 0.0 for part in parts
-    )
+
+    def level(points: int) -> float:
+        """What a query's probability of a miss exceeds, over calibrations, with probability at most its share of ``luck``."""
+        missed, exceeded = rule.law(points, not task.single)
+        fits = np.flatnonzero(exceeded <= luck / len(parts))
+        return float(missed[fits[0] if len(fits) else -1])
+
+    levels = tuple(level(part.points) if part.points else 0.0 for part in parts)
     place = promise.partition.of_label(task.candidates or 0) if promise.partition else None
     cells = () if place is None else tuple(place.tolist())
     return Monitor(levels, false_alarm, luck, cells, tuple(scores), about=about)
-
-
-def _level(missed: ndarray, exceeded: ndarray, luck: float) -> float:
-    """What a query's probability of a miss exceeds, over calibrations, with probability at most ``luck``."""
-    fits = np.flatnonzero(exceeded <= luck)
-    return float(missed[fits[0] if len(fits) else -1])

@@ -68,9 +68,7 @@ class Outcomes:
         """Count outcomes that arrived on a day, each with the level of its own promise: misses, or shares missed."""
         seen = np.atleast_1d(np.asarray(missed, dtype=float))
         if not ((seen >= 0) & (seen <= 1)).all():  # more than 1 would be evidence for nothing
-            raise InputError(
-                f"expected what was missed as booleans or shares in [0, 1], got {seen.min()} to {seen.max()}"
-            )
+            raise InputError(f"expected misses as booleans or shares in [0, 1], got {seen.min()} to {seen.max()}")
         gained = growth(seen, np.broadcast_to(level, seen.shape)).sum(axis=0)
         self._add(day, [float(len(seen)), float(seen.sum()), *gained.tolist()])
         return self

@@ -33,7 +33,7 @@ from keepcover.noise import NOISES, get_noise
 from keepcover.noise.stream import probes
 from keepcover.prediction.predictor import Calibrated, Predictor
 from keepcover.prediction.question import Level
-from keepcover.prediction.usefulness import Accuracy
+from keepcover.prediction.report import Accuracy
 from keepcover.promises import CLAUSES
 from keepcover.scores import PTT, Draws, Items, Tally
 from keepcover.tasks import TASKS, Task
@@ -62,66 +62,43 @@ def save(predictor: Predictor, path: str | Path, fingerprint: str | None = None)
         identity = replace(identity, fingerprint=identifier(smoother.model, identity.fingerprint))
         predictor = replace(predictor, identity=identity)
     _refuse_code(predictor)
-    tensors = {"probe_scores": predictor.task.probe()}
-    optional = {
-        **predictor.items.tensors(),
-        "reference": predictor.reference,
-        "probe_outputs": None if identity is None else identity.outputs,
-    }
-    tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    known = {"probe_scores": predictor.task.probe(), "probe_outputs": None if identity is None else identity.outputs}
+    known |= {**predictor.items.tensors(), "reference": predictor.reference}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in known.items() if tensor is not None}
     text = json.dumps(_manifest(predictor, tensors), sort_keys=True)
     write_file(path, serialize(tensors, {"keepcover": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
 
 
 def _refuse_code(predictor: Predictor) -> None:
     """Parts that are exactly what a registry names can be written; others are code of the user's."""
-    parts: list[tuple[Any, Any]] = [
-        (predictor.task, TASKS.get(predictor.task.name)),
-        (predictor.noise, NOISES.get(predictor.noise.name)),
-    ]
-    if (
-        predictor.smoother is not None
-        and predictor.identity is not None
-        and not predictor.identity.runs_plainly(predictor.smoother)
-    ):
-        parts.append((predictor.smoother, Smoother))
-    for calibrated in predictor.levels.values():
-        rule = calibrated.rule
+    task, noise, smoother, identity = predictor.task, predictor.noise, predictor.smoother, predictor.identity
+    parts: list[tuple[Any, Any]] = [(task, TASKS.get(task.name)), (noise, NOISES.get(noise.name))]
+    if smoother is not None and identity is not None and not identity.runs_plainly(smoother):
+        parts.append((smoother, Smoother))
+    for rule in (one.rule for one in predictor.levels.values()):
         parts.append((rule.method, type(saved_method(rule.name, {}))))
-        parts.extend(
-            (clause, type(CLAUSES[clause.keyword].of(clause.stated()))) for clause in rule.asked.promise.clauses
-        )
-        if rule.method.transform is not None:
-            parts.append((rule.method.transform, PTT))
-        parts.append(
-            (rule, type(_rule(rule.name, rule.method.options(), rule.asked, rule.parameters(), predictor.reference)))
-        )
+        parts += [(clause, type(CLAUSES[clause.keyword].of(clause.stated()))) for clause in rule.asked.promise.clauses]
+        parts += [(rule.method.transform, PTT)] if rule.method.transform is not None else []
+        parts.append((rule, type(_rule(_stated(rule), rule.asked, predictor.reference))))
     for own, known in parts:
         if type(own) is not known:
-            raise InputError(
-                f"{type(own).__name__} is code of yours, which a file cannot hold; it would be loaded as another"
-            )
+            raise InputError(f"{type(own).__name__} is code of yours, which a file cannot hold; another would load")
 
 
 def _manifest(predictor: Predictor, tensors: dict[str, Tensor]) -> dict[str, Any]:
     identity = predictor.identity
+    probed = None if identity is None or identity.inputs is None else list(identity.inputs.shape[1:])
+    model = identity and {"fingerprint": identity.fingerprint, "structure": identity.structure, "probe_shape": probed}
     return {
         "format": FORMAT,
         "task": predictor.task.config(),
         "noise": predictor.noise.config(),
         "numerics": predictor.numerics,
-        "model": None
-        if identity is None
-        else {
-            "fingerprint": identity.fingerprint,
-            "structure": identity.structure,
-            "probe_shape": None if identity.inputs is None else list(identity.inputs.shape[1:]),
-        },
+        "model": model,
         "points": predictor.items.points,
         "holdout_size": predictor.holdout_size,
-        "inputs": None if predictor.inputs is None else asdict(predictor.inputs),
-        "accuracy": None if predictor.accuracy is None else asdict(predictor.accuracy),
+        "inputs": predictor.inputs and asdict(predictor.inputs),
+        "accuracy": predictor.accuracy and asdict(predictor.accuracy),
         "among": list(predictor.among),
         "history": list(predictor.history),
         "levels": [_entry(calibrated, predictor) for calibrated in predictor.levels.values()],
@@ -129,17 +106,15 @@ def _manifest(predictor: Predictor, tensors: dict[str, Tensor]) -> dict[str, Any
     }
 
 
+def _stated(rule: Rule) -> dict[str, Any]:
+    return {"method": rule.name, "options": rule.method.options(), "parameters": rule.parameters()}
+
+
 def _entry(calibrated: Calibrated, predictor: Predictor) -> dict[str, Any]:
-    rule = calibrated.rule
-    return {
-        "method": rule.name,
-        "options": rule.method.options(),
-        "asked": rule.asked.config(),
-        "parameters": rule.parameters(),
-        "threshold": [repr(value) for value in calibrated.threshold.flatten().tolist()],
-        "size": calibrated.size,
-        "guarantee": predictor.promised(calibrated).to_dict(),
-    }
+    rule, guarantee = calibrated.rule, predictor.promised(calibrated).to_dict()
+    threshold = [repr(value) for value in calibrated.threshold.flatten().tolist()]
+    promised = {"asked": rule.asked.config(), "threshold": threshold, "guarantee": guarantee}
+    return {**_stated(rule), **promised, "size": calibrated.size}
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -171,9 +146,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     found = {name: digest(tensor) for name, tensor in tensors.items()}
     if found != expected:
         differ = sorted(set(found) ^ set(expected)) or sorted(name for name in found if found[name] != expected[name])
-        raise InputError(
-            f"{path}: tensor {differ[0]!r} does not match its checksum: the file was altered; save it again"
-        )
+        raise InputError(f"{path}: tensor {differ[0]!r} does not match its checksum: it was altered; save it again")
     return manifest, tensors
 
 
@@ -196,9 +169,8 @@ def _agree(field: str, stated: Any, found: Any) -> None:
         if isinstance(stated, dict) and isinstance(found, dict):
             for key in sorted({*stated, *found}):
                 _agree(f"{field}.{key}" if field else key, stated.get(key), found.get(key))
-        raise InputError(
-            f"it states {field} {_brief(one)}, the rest of it gives {_brief(other)}; save the predictor again"
-        )
+        one, other = _brief(one), _brief(other)
+        raise InputError(f"it states {field} {one}, the rest of it gives {other}; save the predictor again")
 
 
 def _brief(text: str) -> str:
@@ -218,7 +190,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 def _typed(value: Any) -> Any:
     """A dataclass made of JSON values, each field of the type it names: JSON takes 1.5 for a count, and true for 1."""
-    for field in fields(value):
+    for field in fields(value) if is_dataclass(value) else ():
         own = getattr(value, field.name)
         if is_dataclass(own) and not isinstance(own, type):
             _typed(own)
@@ -227,16 +199,13 @@ def _typed(value: Any) -> Any:
     return value
 
 
-def _rule(
-    name: str, options: dict[str, Any], asked: Asked, parameters: dict[str, Any], reference: Tensor | None
-) -> Rule:
-    method = saved_method(name, options)
-    steps = None
-    if method.transform is not None:
-        if reference is None:
-            raise InputError(f"{name} transforms scores, and there are no holdout scores; save the predictor again")
-        steps = method.transform.fit(reference, asked.alpha)
-    listed = {key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()}
+def _rule(entry: dict[str, Any], asked: Asked, reference: Tensor | None) -> Rule:
+    """The rule that an entry states."""
+    method = saved_method(entry["method"], entry["options"])
+    if method.transform is not None and reference is None:
+        raise InputError(f"{method.name} transforms scores, and there are no holdout scores; save the predictor again")
+    steps = None if method.transform is None or reference is None else method.transform.fit(reference, asked.alpha)
+    listed = {key: tuple(value) if isinstance(value, list) else value for key, value in entry["parameters"].items()}
     return method.rule(asked, steps, **listed)
 
 
@@ -244,22 +213,16 @@ def restore(path: str | Path, score: Any = None) -> Predictor:
     """The promises of a saved predictor without its model, each number derived again and compared with what is stated."""
     manifest, tensors = read(path)
     with _malformed(path):
-        values, held = tensors["calibration"], tensors.get("reference")
-        if values.ndim not in (2, 3) or not values.is_floating_point() or values.isnan().any():
-            raise InputError("expected calibration scores [items, draws] without NaN; save the predictor again")
+        held, config = tensors.get("reference"), manifest["task"]
         if held is not None and (held.diff() < 0).any():
             raise InputError("its holdout scores are not sorted; save the predictor again")
-        config = manifest["task"]
-        task = TASKS[config["name"]].from_config(config, score)
-        if is_dataclass(task):
-            _typed(task)
+        task = _typed(TASKS[config["name"]].from_config(config, score))
         task.check_probe(tensors["probe_scores"])
-        items, numerics = _items(task, manifest, values, tensors), numeric_options(manifest["numerics"])
-        size = manifest["holdout_size"]
+        items, size = _items(task, manifest, tensors), manifest["holdout_size"]
         if held is not None:  # points whose truth no set can hold have no score there
             _agree("holdout_size", size, max(size, len(held)) if task.open_labels else len(held))
         model, inputs = manifest["model"], manifest["inputs"]
-        _agree("numerics", bool(numerics), model is not None)
+        _agree("numerics", bool(numeric_options(manifest["numerics"])), model is not None)
         if model is None and (inputs is not None or "probe_outputs" in tensors):
             raise InputError("it knows inputs of its model, and no model; save the predictor again")
         seen = None if inputs is None else InputRange.from_dict(inputs)
@@ -278,7 +241,7 @@ def restore(path: str | Path, score: Any = None) -> Predictor:
             get_noise(manifest["noise"]),
             reference=held,
             identity=identity,
-            holdout_size=manifest["holdout_size"],
+            holdout_size=size,
             inputs=seen,
             numerics=manifest["numerics"],
             accuracy=None if manifest["accuracy"] is None else _typed(Accuracy(**manifest["accuracy"])),
@@ -295,58 +258,54 @@ def restore(path: str | Path, score: Any = None) -> Predictor:
     return predictor
 
 
-def _items(task: Task, manifest: dict[str, Any], values: Tensor, tensors: dict[str, Tensor]) -> Items | Tally:
+def _items(task: Task, manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Items | Tally:
     """What must not be missed: one item per point, or what rules ask of several."""
-    points = manifest["points"]
-    for name in ("label", "group", "batch", "count"):
-        if name in tensors and (tensors[name].shape != (len(values),) or tensors[name].dtype != torch.int64):
+    points, values = manifest["points"], tensors["calibration"]
+    if values.ndim not in (2, 3) or not values.is_floating_point() or values.isnan().any():
+        raise InputError("expected calibration scores [items, draws] without NaN; save the predictor again")
+    known = {name: tensors.get(name) for name in ("label", "group", "batch", "count")}
+    for name, of in known.items():
+        if of is not None and (of.shape != values.shape[:1] or of.dtype != torch.int64):
             raise InputError(f"expected the {name} of every calibration point; save the predictor again")
+    known.pop("count")
     if not (_KINDS["int"](points) and _KINDS["int"](manifest["holdout_size"])):
         raise InputError("expected points and holdout_size as numbers; save the predictor again")
     _agree("several things per point", values.ndim == 3, not task.single)
     _agree("weights of several things", "weight" in tensors, not task.single)
     if task.single:
-        _agree("points", points, len(values))
-        return Items(Draws(values), points, **{name: tensors.get(name) for name in ("label", "group", "batch")})
-    tally = Tally(
-        values, tensors["weight"], tensors["count"], task.thresholds, tensors.get("group"), tensors.get("batch")
-    )
-    _agree("points", points, tally.points)
-    tally.check()
-    return tally
+        items = Items(Draws(values), len(values), **known)
+    else:
+        items = Tally(values, tensors["weight"], tensors["count"], task.thresholds, known["group"], known["batch"])
+        items.check()
+    _agree("points", points, items.points)
+    return items
 
 
-def _history(manifest: dict[str, Any], items: Items | Tally) -> tuple[dict[str, Any], ...]:
+def _history(manifest: dict[str, Any], items: Any) -> tuple[dict[str, Any], ...]:
     """What was done to the predictor; its newest entry names the batches that the calibration points come from."""
     history = manifest["history"]
     counts, of = [entry["points"] for entry in history], history[-1]["of"]
     if not all(map(_KINDS["int"], [*counts, *(entry["unknown"] for entry in history), *of])):
         raise InputError("expected numbers of points in its history; save the predictor again")
     _agree("history", of, [*sorted(set(of) - {len(history) - 1}), len(history) - 1])
-    _agree("points in its history", sum(counts[at] for at in of), items.points)
     _agree("batches", len(of) > 1, items.batch is not None)
-    if items.batch is not None:
-        names, place = items.batch.unique(return_inverse=True)
-        found = place.bincount(items.count).long()
-        for at, count in zip(names.tolist(), found.tolist(), strict=True):
-            if at not in of or count != counts[at]:
-                raise InputError(f"{count} calibration points are of batch {at}, of which its history says otherwise")
+    names, place = items.numbered(of[0]).batch.unique(return_inverse=True)
+    found = dict(zip(names.tolist(), place.bincount(items.count).tolist(), strict=True))
+    _agree("points of batches in its history", {at: float(counts[at]) for at in of}, found)
     return tuple(history)
 
 
 def _level(entry: dict[str, Any], predictor: Predictor) -> tuple[Level, Calibrated]:
     asked = _typed(Asked.from_config(entry["asked"]))
-    rule = _typed(_rule(entry["method"], entry["options"], asked, entry["parameters"], predictor.reference))
+    rule = _typed(_rule(entry, asked, predictor.reference))
     _agree("noise", asked.threat.noise.config(), predictor.noise.config())
     _agree("candidates", asked.candidates, predictor.task.candidates)
     _agree("n", asked.n, predictor.items.points)
     if asked.threat.shape is not None and predictor.inputs is not None:
         _agree("shape", list(asked.threat.shape), list(predictor.inputs.shape or ()))
     rule.verify(predictor.task)
-    for name, most in (
-        ("label", asked.candidates),
-        ("group", len(asked.promise.groups.per) if asked.promise.groups else 0),
-    ):
+    groups = asked.promise.groups
+    for name, most in (("label", asked.candidates), ("group", len(groups.per) if groups else 0)):
         known = getattr(predictor.items, name)
         _agree(name, known is not None, name in asked.promise.reads)
         if known is not None and not bool(((known >= 0) & (known < most)).all()):
@@ -358,9 +317,8 @@ def _level(entry: dict[str, Any], predictor: Predictor) -> tuple[Level, Calibrat
         raise InputError(f"expected a mean size, got {_brief(str(size))}")
     _agree("", entry, _entry(Calibrated(rule, saved, size), predictor))
     if not bool(((again == saved) | torch.isclose(again, saved, rtol=1e-12, atol=0)).all()):
-        raise InputError(
-            f"the threshold {saved.tolist()} does not follow from the calibration scores ({again.tolist()})"
-        )
+        found = again.tolist()
+        raise InputError(f"the threshold {saved.tolist()} does not follow from the calibration scores ({found})")
     # Another machine may round otherwise: the larger of the two keeps more labels.
     return (asked.alpha, asked.threat.epsilon), Calibrated(rule, torch.maximum(again, saved), size)
 
@@ -389,10 +347,6 @@ def load(
     if model is None:
         return predictor
     with _malformed(path):
-        options = {
-            "batch_size": batch_size,
-            "device": device,
-            "progress": progress,
-            **numeric_options(predictor.numerics),
-        }
-        return predictor.with_model(Smoother(model, predictor.noise, **options), fingerprint)
+        options: dict[str, Any] = {"batch_size": batch_size, "device": device, "progress": progress}
+        smoother = Smoother(model, predictor.noise, **options, **numeric_options(predictor.numerics))
+        return predictor.with_model(smoother, fingerprint)

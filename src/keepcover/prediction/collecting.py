@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from keepcover.engine.arrivals import Gathered
-from keepcover.engine.inputs import Batch, InputRange, Rows, batches, in_memory, length
+from keepcover.engine.inputs import Batch, InputRange, Rows, batches, check_ids, in_memory, length
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, KeepcoverWarning, warn
 from keepcover.methods import Holdout
 from keepcover.noise import Stream
 from keepcover.prediction.question import Question
-from keepcover.prediction.usefulness import Accuracy
+from keepcover.prediction.report import Accuracy
+from keepcover.prediction.source import Source, check_outputs
 from keepcover.scores import Draws, Items, Tally
 from keepcover.tasks import Task
 
@@ -32,9 +33,8 @@ def chosen_rows(n: int, size: int | None, seed: int) -> Tensor:
     if n == 0:
         raise InputError("expected labelled points to calibrate on, got none")
     if not 1 <= size < n:
-        raise InputError(
-            f"expected a holdout of 1 to {n - 1} of the {n} points, got {size}; give more data or holdout=(images, labels)"
-        )
+        what = f"expected a holdout of 1 to {n - 1} of the {n} points, got {size}"
+        raise InputError(f"{what}; give more data or holdout=(images, labels)")
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed % 2**63))[:size]
 
 
@@ -62,11 +62,7 @@ class Parts:
     def calibrating(self) -> Tensor | slice:
         """The positions of the calibration points in the data, in order."""
         n = length(self.data)
-        if n is None or not len(self.chosen):
-            return slice(None)
-        kept = torch.ones(n, dtype=torch.bool)
-        kept[self.chosen] = False
-        return kept
+        return slice(None) if n is None else ~torch.isin(torch.arange(n), self.chosen)
 
     def batches(self, only_holdout: bool = False) -> Iterator[tuple[str, Batch]]:
         """Every batch once; what streams by is compared when all of it has passed."""
@@ -76,15 +72,13 @@ class Parts:
                 rows[role].add(batch)
             yield role, batch
         if shared := rows["calibration"].shared(rows["holdout"]):
-            raise InputError(
-                f"{shared} of the calibration points are in holdout= too: what is tuned on a point must not be calibrated on it, "
-                "or the promise is void. Split the data into disjoint parts (holdout=500 does it), and drop duplicates first"
-            )
+            why = "what is tuned on a point must not be calibrated on it, or the promise is void"
+            advice = "Split the data into disjoint parts (holdout=500 does it), and drop duplicates first"
+            raise InputError(f"{shared} of the calibration points are in holdout= too: {why}. {advice}")
 
     def _batches(self, only_holdout: bool) -> Iterator[tuple[str, Batch]]:
         if self.given is not None:
-            for batch in batches(self.given, labelled=True):
-                yield "holdout", batch
+            yield from (("holdout", batch) for batch in batches(self.given, labelled=True))
             if only_holdout:
                 return
         position = 0
@@ -121,12 +115,7 @@ class Collected:
 
 
 def run(
-    smoother: Smoother,
-    parts: Parts,
-    question: Question,
-    seed: int,
-    group: Tensor | None = None,
-    only_holdout: bool = False,
+    smoother: Smoother, parts: Parts, question: Question, seed: int, group: Any = None, only_holdout: bool = False
 ) -> Collected:
     """One pass of the network over the data."""
     streams = {role: Stream(seed, role) for role in ("holdout", "calibration")}
@@ -138,11 +127,8 @@ def run(
             seen.append(InputRange.of(batch.images))
             yield batch, spans[role], streams[role]
 
-    def chunks() -> Iterator[Chunk]:
-        for batch, stream, outputs in smoother.streams(wanted(), None if only_holdout else total):
-            yield chunk_of(smoother, batch, stream, outputs)
-
-    collected = collect(chunks(), question, total, group)
+    passes = smoother.streams(wanted(), None if only_holdout else total)
+    collected = collect((chunk_of(smoother, *one) for one in passes), question, total, group)
     return replace(collected, inputs=reduce(InputRange.union, seen), shape=seen[-1].shape)
 
 
@@ -150,6 +136,14 @@ def chunk_of(smoother: Smoother, batch: Batch, stream: Stream, outputs: Tensor) 
     """What a network gave for a batch, with what it gives for some of it without noise."""
     clean = smoother.clean(batch.images[:: _step(outputs)])[:, None] if smoother.noise.certifies else None
     return Chunk(stream, batch.ids, outputs, batch.labels, clean)
+
+
+def chunks_of(source: Source, rows: Tensor, stream: Stream, ids: Any, draws: int) -> Iterator[Chunk]:
+    """What a source has of some points; ``ids`` are those of all of its points, positions by default."""
+    keys = torch.arange(source.points) if ids is None else check_ids(ids, source.points)
+    for piece in source.read(rows) if len(rows) else ():
+        values = (piece.outputs if source.kept else check_outputs(piece.outputs))[:, :draws]
+        yield Chunk(stream, keys[piece.rows].to(values.device), values, piece.truth)
 
 
 def _step(outputs: Tensor) -> int:
@@ -187,48 +181,40 @@ def collect(
 
     ``group`` is that of every calibration point, where the promise is per group.
     """
-    alone = renewing or not question.method.needs_holdout
-    items: list[Items] = []
-    tally: Tally | None = None
+    found: Items | Tally | None = None
     labels: list[Tensor] = []
-    points = 0
+    right: tuple[list[Tensor], ...] = [], []  # under noise, and without
     values, kept = Gathered(total), {"holdout": Kept(), "calibration": Kept()}
-    right: dict[str, list[Tensor]] = {"noisy": [], "clean": []}
-    task, unknown = question.task, 0
+    task, points, unknown = question.task, 0, 0
     for number, (stream, ids, outputs, given, clean) in enumerate(chunks):
         task = task.seen(outputs)
         if number == 0:
             warn_of_probabilities(outputs)
         known = task.check_truth(given, len(outputs))
         truth = known.to(outputs.device, non_blocking=True)
-        for name, some, their in (("noisy", outputs, truth), ("clean", clean, truth[:: _step(outputs)])):
-            good = None if some is None else task.right(some, their)
-            if good is not None:
-                right[name].append(good)
-        uniform, held = task.uniform(stream, ids), kept[stream.role]
-        own = (
-            None if stream.role == "holdout" and task.single else task.items(outputs, truth, question.reading, uniform)
-        )
-        if stream.role == "holdout" or (held.points < SAMPLE and alone):
-            held.add(task, outputs, known, uniform, None if task.single else own)
-        if stream.role == "holdout":
+        for shares, some, their in zip(right, (outputs, clean), (truth, truth[:: _step(outputs)])):
+            if some is not None and (share := task.right(some, their)) is not None:
+                shares.append(share)
+        uniform, beside, aside = task.uniform(stream, ids), kept[stream.role], stream.role == "holdout"
+        own: Any = None if aside and task.single else task.items(outputs, truth, question.reading, uniform)
+        if aside or (beside.points < SAMPLE and (renewing or not question.method.needs_holdout)):
+            beside.add(task, outputs, known, uniform, None if task.single else own)
+        if aside:
             continue
-        assert own is not None
         points += len(outputs)
         if own.several:
             part = own.first(question.used[1]).total(None if group is None else group[points - len(outputs) : points])
-            tally = part if tally is None else tally.plus(part)
+            found = found.plus(part) if isinstance(found, Tally) else part
             continue
-        items.append(own)
+        found = own
         if "label" in question.promise.reads and (label := task.label_of(known)) is not None:
             labels.append(label.cpu())
         unknown += int((known < 0).sum()) if task.open_labels else 0
         values.add(own.draws.values)
-    found: Items | Tally | None = tally
-    if items:
-        draws = Draws(values.whole(), items[0].draws.unit)
+    if isinstance(found, Items):
+        draws = Draws(values.whole(), found.draws.unit)
         found = Items(draws, points, label=torch.cat(labels) if labels else None, group=group)
-    means = [float(torch.cat(some).mean()) for some in right.values() if some]
+    means = [float(torch.cat(some).mean()) for some in right if some]
     holdout, sample = (some.holdout(task) for some in kept.values())
     return Collected(holdout, found, task, Accuracy(*means) if means else None, holdout or sample, unknown=unknown)
 
@@ -236,7 +222,6 @@ def collect(
 def warn_of_probabilities(outputs: Tensor) -> None:
     """Say so where every output is a distribution over the classes: a softmax too many."""
     if outputs.ndim == 3 and bool(outputs.amin() >= 0) and bool(((outputs.sum(dim=-1) - 1).abs() < 1e-3).all()):
-        warn(
-            "the model seems to return probabilities where logits are expected, so its scores are squeezed together and sets "
-            "will be large; return logits, or the logarithm of the probabilities"
-        )
+        why = "the model seems to return probabilities where logits are expected"
+        large = "so its scores are squeezed together and sets will be large"
+        warn(f"{why}, {large}; return logits, or the logarithm of the probabilities")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+import timeit
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from pathlib import Path
@@ -25,13 +26,12 @@ from keepcover.guarantee import Guarantee
 from keepcover.methods import Rule
 from keepcover.methods.early_exit import Vote
 from keepcover.noise import Noise, Stream, fresh_seed
-from keepcover.prediction.outputs import check_outputs
 from keepcover.prediction.question import Level
-from keepcover.prediction.report import Report, levels_table
-from keepcover.prediction.usefulness import Accuracy, warning
+from keepcover.prediction.report import Accuracy, Report, levels_table, warning
+from keepcover.prediction.source import check_outputs
 from keepcover.promises import for_queries
 from keepcover.scores import Items, Reading, Tally
-from keepcover.scores.draws import pieces
+from keepcover.scores.draws import joined, pieces
 from keepcover.tasks import Task
 
 ELSEWHERE = "Look at the code that drew them; a store that keepcover filled keeps noise, model and data in its key."
@@ -142,21 +142,18 @@ class Predictor:
 
     def promised(self, calibrated: Calibrated) -> Guarantee:
         """What a rule promises on what this predictor was calibrated with."""
-        made = calibrated.rule.guarantee(self.task, calibrated.threshold)
-        # Where no input was ever seen, the outputs came from elsewhere.
-        drawn = ENUMERATED if self.noise.deterministic else DRAWN
-        outside = (drawn,) if self.inputs is None and self.noise.certifies else ()
-        scale = self.numerics.get("input_scale")
-        if scale:
+        made, assumed = calibrated.rule.guarantee(self.task, calibrated.threshold), []
+        if self.inputs is None and self.noise.certifies:  # no input was ever seen: the outputs came from elsewhere
+            assumed.append(ENUMERATED if self.noise.deterministic else DRAWN)
+        if scale := self.numerics.get("input_scale"):
             text = f"Noise and attack are measured in {len(scale)} units, one per feature: see input_scale."
             how = "The file keeps the units, and every input is divided by them before noise is added."
-            outside += (Assumption(text, "library", how),)
+            assumed.append(Assumption(text, "library", how))
         if self.among:
             text = f"The holdout alone chose {self.noise}, among {', '.join(self.among)}."
-            outside += (
-                Assumption(text, "library", "Calibration sets the holdout aside before it looks at any point."),
-            )
-        return replace(made, assumed=(*made.assumed, *outside))
+            how = "Calibration sets the holdout aside before it looks at any point."
+            assumed.append(Assumption(text, "library", how))
+        return replace(made, assumed=(*made.assumed, *assumed))
 
     @property
     def digest(self) -> str:
@@ -202,9 +199,7 @@ class Predictor:
         clause = self.rule.asked.promise.groups
         if clause is None:
             if groups is not None:
-                raise InputError(
-                    "the promise is not per group; leave groups out, or calibrate with Promise(per=groups)"
-                )
+                raise InputError("the promise is not per group; leave groups out or calibrate with Promise(per=groups)")
             return None
         if groups is None:
             raise InputError("the promise is per group, so every query says its group: give groups=, one per query")
@@ -245,12 +240,10 @@ class Predictor:
                 of all groups, without a promise.
         """
         if early_exit and not self.task.early:
-            raise InputError(
-                f"early exit decides a query label by label, and {self.task.name} has other sets; leave it out"
-            )
+            raise InputError(f"early exit decides a query label by label; {self.task.name} does not, leave it out")
         level, group = self._level(alpha, epsilon), self.grouped(groups, images, unknown)
-        found, used = (self._early if early_exit else self._all)(images, self._wanted(level, nested), ids, seed, group)
-        return self.task.sets(reduce(self.task.union, found.values()), self.at(*level).guarantee, used)
+        found, used = self._run(images, self._wanted(level, nested), ids, seed, group, early_exit)
+        return self._sets(found, level, nested, used)
 
     def predict_all(
         self,
@@ -263,14 +256,8 @@ class Predictor:
         unknown: str = "error",
     ) -> dict[Level, Any]:
         """Sets for every (alpha, epsilon) from one pass of the network."""
-        found, _ = self._all(images, list(self.levels), ids, seed, self.grouped(groups, images, unknown))
-        return {
-            level: self.task.sets(
-                reduce(self.task.union, (found[other] for other in self._wanted(level, nested))),
-                self.at(*level).guarantee,
-            )
-            for level in self.levels
-        }
+        found, _ = self._run(images, list(self.levels), ids, seed, self.grouped(groups, images, unknown))
+        return {level: self._sets(found, level, nested) for level in self.levels}
 
     def predict_outputs(
         self,
@@ -293,54 +280,40 @@ class Predictor:
             ids, seed: key the random numbers of randomised scores and boundaries, as in :meth:`predict`.
             groups, unknown: as for :meth:`predict`.
         """
-        outputs, level, wanted = check_outputs(outputs), self._level(alpha, epsilon), self.draws
-        if outputs.shape[1] < wanted:
-            raise InputError(
-                f"expected at least {wanted} noisy outputs per query, as calibrated, got {outputs.shape[1]}; draw more"
-            )
-        stream = self._stream(seed)
-        keys = torch.arange(len(outputs)) if ids is None else check_ids(ids, len(outputs))
-        group = self.grouped(groups, len(outputs), unknown)
-        found = self.decide(outputs[:, :wanted], keys, stream, self._wanted(level, nested), group)
-        return self.task.sets(reduce(self.task.union, found.values()), self.at(*level).guarantee)
+        outputs, level, least = check_outputs(outputs), self._level(alpha, epsilon), self.draws
+        n, have = outputs.shape[:2]
+        if have < least:
+            raise InputError(f"expected at least {least} noisy outputs per query, as calibrated, got {have}; draw more")
+        keys, group = torch.arange(n) if ids is None else check_ids(ids, n), self.grouped(groups, n, unknown)
+        found = self.decide(outputs[:, :least], keys, self._stream(seed), self._wanted(level, nested), group)
+        return self._sets(found, level, nested)
 
     def _wanted(self, level: Level, nested: bool) -> list[Level]:
         return [(a, e) for a, e in self.levels if a == level[0] and e <= level[1]] if nested else [level]
 
+    def _sets(self, found: dict[Level, Tensor], level: Level, nested: bool, used: Tensor | None = None) -> Any:
+        inside = reduce(self.task.union, (found[other] for other in self._wanted(level, nested)))
+        return self.task.sets(inside, self.promised(self.levels[level]), used)
+
     def decide(
-        self,
-        outputs: Tensor,
-        ids: Tensor,
-        stream: Stream,
-        wanted: Sequence[Level] | None = None,
-        group: Tensor | None = None,
+        self, outputs: Tensor, ids: Tensor, stream: Stream, wanted: Sequence[Level] = (), group: Tensor | None = None
     ) -> dict[Level, Tensor]:
         """Sets as plain tensors, from noisy outputs [n, N, ...] of queries with these ids, of these groups (:meth:`grouped`)."""
         self.task.seen(outputs)
-        levels, ids = list(self.levels) if wanted is None else list(wanted), ids.to(outputs.device)
+        levels, ids = list(wanted or self.levels), ids.to(outputs.device)
         u = self.task.uniform(stream, ids)
         randomized = any(self.levels[level].rule.randomized for level in levels)
         v = stream.uniform(ids, "boundary") if randomized else torch.zeros_like(u)
-        found: dict[Level, Tensor] = {}
+        found: dict[Level, list[Tensor]] = {level: [] for level in levels}
         for part in pieces(outputs):
-            own = None if group is None else group[part]
-            for level, inside in self._decide(outputs[part], u[part], v[part], levels, own).items():
-                if level not in found:
-                    found[level] = inside.new_empty(len(outputs), *inside.shape[1:])
-                found[level][part] = inside
-        return found
-
-    def _decide(
-        self, outputs: Tensor, u: Tensor, v: Tensor, levels: Sequence[Level], group: Tensor | None
-    ) -> dict[Level, Tensor]:
-        prepared: dict[Reading, Any] = {}
-        found = {}
-        for level in levels:
-            rule, threshold = self.levels[level].rule, for_queries(self.levels[level].threshold, group)
-            if rule.reading not in prepared:
-                prepared[rule.reading] = self.task.prepare(outputs, rule.reading, u)
-            found[level] = self.task.inside(self.task.summary(prepared[rule.reading], rule, v), rule, threshold)
-        return found
+            own, prepared = None if group is None else group[part], {}
+            for level, sets in found.items():
+                rule, threshold = self.levels[level].rule, for_queries(self.levels[level].threshold, own)
+                if rule.reading not in prepared:
+                    prepared[rule.reading] = self.task.prepare(outputs[part], rule.reading, u[part])
+                summary = self.task.summary(prepared[rule.reading], rule, v[part])
+                sets.append(self.task.inside(summary, rule, threshold))
+        return {level: joined(sets) for level, sets in found.items()}
 
     # -- running the model -----------------------------------------------------------------------------------------------
 
@@ -348,10 +321,8 @@ class Predictor:
     def running(self) -> Smoother:
         """The model under noise, or an error that says what is missing."""
         if self.smoother is None:
-            raise InputError(
-                "this predictor has no model: use predict_outputs, or attach the model that gave the calibration outputs with "
-                "predictor.with_model(model)"
-            )
+            attach = "attach the model that gave the calibration outputs with predictor.with_model(model)"
+            raise InputError(f"this predictor has no model: use predict_outputs, or {attach}")
         return self.smoother
 
     def with_model(self, model: Classifier | Smoother, fingerprint: str | None = None) -> Predictor:
@@ -363,23 +334,22 @@ class Predictor:
             model: the model, or a smoother around it with this predictor's noise.
             fingerprint: a string that identifies a model that is not an ``nn.Module``.
         """
-        own = self.numerics
-        smoother = model if isinstance(model, Smoother) else Smoother(model, self.noise, **numeric_options(own))
+        options = numeric_options(self.numerics)
+        smoother = model if isinstance(model, Smoother) else Smoother(model, self.noise, **options)
         if smoother.noise != self.noise:
             raise InputError(f"the outputs were drawn under {self.noise}, the smoother adds {smoother.noise}")
         if self.identity is None:  # calibrated on outputs: nothing is known of the model yet
             identity = Identity.of(smoother, None, fingerprint)
             return replace(self, smoother=smoother, identity=identity, numerics=smoother.numerics)
-        if smoother.numerics != own:
-            raise InputError(f"expected the numerics of calibration, {own}, the smoother has {smoother.numerics}")
+        if (found := smoother.numerics) != self.numerics:
+            raise InputError(f"expected the numerics of calibration, {self.numerics}, the smoother has {found}")
         self.identity.refuse_other(smoother, fingerprint)
         return replace(self, smoother=smoother)
 
     def checked(self, images: Any) -> Any:
         """The images, each batch compared with what the predictor was calibrated on before the network sees it."""
         shape, largest = self.rule.asked.threat.shape, max(epsilon for _, epsilon in self.levels)
-        seen = self.inputs
-        if seen is not None:
+        if (seen := self.inputs) is not None:
             return watched(images, lambda batch: seen.check(batch, largest))
         return images if shape is None else watched(images, lambda batch: check_shape(shape, batch))
 
@@ -387,68 +357,52 @@ class Predictor:
         """The noise of queries: secret, unless a seed is given or there is nothing random to keep secret."""
         return Stream(0 if self.noise.deterministic else fresh_seed(), "test") if seed is None else Stream(seed, "test")
 
-    def _known(self, images: Any, wanted: list[Level], ids: Any) -> tuple[dict[Level, Tensor], Tensor] | None:
-        """The sets and the draws they take where calibration has said that they hold everything; the inputs are checked."""
-        if self.task.everything(0) is None or not all(self.levels[level].full for level in wanted):
-            return None
-        n = sum(len(batch) for batch in batches(self.checked(images), ids))
-        inside = self.task.everything(n)
-        assert inside is not None
-        return dict.fromkeys(wanted, inside), torch.zeros(n, dtype=torch.int64)
-
-    def _all(
-        self, images: Any, wanted: list[Level], ids: Any, seed: int | None, group: Tensor | None
-    ) -> tuple[dict[Level, Tensor], None]:
-        if known := self._known(images, wanted, ids):
-            return known[0], None
-        stream = self._stream(seed)
-        draws = max(self.levels[level].rule.test_draws for level in wanted)
-        found, at = {level: Gathered(length(images)) for level in wanted}, 0
-        for batch, outputs in self.running.stream(self.checked(images), draws, stream, ids):
-            own, at = _part(group, at, at + len(batch)), at + len(batch)
-            for level, inside in self.decide(outputs, batch.ids, stream, wanted, own).items():
-                found[level].add(inside)
-        _part(group, 0, at, whole=True)
-        return {level: kept.whole() for level, kept in found.items()}, None
-
-    def _early(
-        self, images: Any, wanted: list[Level], ids: Any, seed: int | None, group: Tensor | None
-    ) -> tuple[dict[Level, Tensor], Tensor]:
-        rules = [self.levels[level].rule for level in wanted]
-        vote = Vote.of(rules, [self.levels[level].threshold for level in wanted])
-        if known := self._known(images, wanted, ids):
-            return known
-        smoother, stream = self.running, self._stream(seed)
-        total, at = length(images), 0
+    def _run(
+        self, images: Any, wanted: list[Level], ids: Any, seed: int | None, group: Tensor | None, early: bool = False
+    ) -> tuple[dict[Level, Any], Tensor | None]:
+        """Sets of some levels from one pass of the network, and what early exit drew for every query."""
+        asked, everything = [self.levels[level] for level in wanted], self.task.everything
+        vote = Vote.of([one.rule for one in asked], [one.threshold for one in asked]) if early else None
+        images, total = self.checked(images), length(images)
+        if everything(0) is not None and all(one.full for one in asked):  # the inputs are checked, nothing runs
+            n = sum(map(len, batches(images, ids)))
+            return dict.fromkeys(wanted, everything(n)), torch.zeros(n, dtype=torch.int64) if early else None
+        smoother, stream, draws = self.running, self._stream(seed), max(one.rule.test_draws for one in asked)
+        found, used, at = {level: Gathered(total) for level in wanted}, Gathered(total), 0
         # Elsewhere than on a CPU a stage has a cost of its own, which small networks do not win back: measured on the first batch.
         gains = True if smoother.device.type == "cpu" else None
-        found, used = {level: Gathered(total) for level in wanted}, Gathered(total)
         # Many images at a time: those still open after a stage must fill the next one's forward passes.
-        together = max(256, 16 * smoother.most_rows // vote.stages[-1].stop)
-        with Bar("smoothing", total, smoother.progress) as bar:
-            for batch in batches(self.checked(images), ids, size=together):
+        together = max(256, 16 * smoother.most_rows // draws)
+        parts: Any = smoother.stream(images, draws, stream, ids)
+        if early:
+            parts = ((batch.to(smoother.device), None) for batch in batches(images, ids, size=together))
+        with Bar("smoothing", total, early and smoother.progress) as bar:
+            for batch, outputs in parts:
                 own, at = _part(group, at, at + len(batch)), at + len(batch)
-                batch = batch.to(smoother.device)
-                here = vote if own is None else Vote.of(rules, [for_queries(t, own) for t in vote.thresholds])
-                gains = self._pays(batch, here, stream) if gains is None else gains
-                here = replace(here, staged=gains)
-                for level, inside in zip(wanted, self._voted(batch, here, stream, used), strict=True):
-                    found[level].add(inside)
+                if vote is None:
+                    sets = self.decide(outputs, batch.ids, stream, wanted, own).values()
+                else:
+                    here = replace(vote, thresholds=tuple(for_queries(t, own) for t in vote.thresholds))
+                    gains = self._pays(batch, here, stream) if gains is None else gains
+                    here, v = replace(here, staged=gains), stream.uniform(batch.ids, "boundary")
+                    exceeded = partial(self._exceeded, batch, here, stream)
+                    sets, took = here.run(torch.arange(len(batch), device=v.device), v, exceeded)
+                    used.add(took)
+                for kept, inside in zip(found.values(), sets, strict=True):
+                    kept.add(inside)
                 bar.advance(len(batch))
         _part(group, 0, at, whole=True)
-        return {level: kept.whole() for level, kept in found.items()}, used.whole()
+        return {level: kept.whole() for level, kept in found.items()}, used.whole() if early else None
 
     def _pays(self, batch: Batch, vote: Vote, stream: Stream) -> bool:
         """Whether early exit can be faster on this device, measured: one draw of one image, and some draws of some."""
         some = torch.arange(min(len(batch), max(2, 1024 // self.draws)), device=batch.images.device)
 
         def seconds(positions: Tensor, span: range) -> float:
-            took = []
-            for _ in range(3):
-                began = time.perf_counter()
-                int(self._exceeded(batch, vote, stream, positions, span).sum())  # waits for the device
-                took.append(time.perf_counter() - began)
-            return min(took)
+            def work() -> int:
+                return int(self._exceeded(batch, vote, stream, positions, span).sum())  # waits for the device
+
+            return min(timeit.repeat(work, timer=time.perf_counter, repeat=3, number=1))
 
         fixed, more = seconds(some[:1], range(1)), seconds(some, range(self.draws))
         return vote.pays(len(batch), fixed, max(0.0, more - fixed) / (len(some) * self.draws))
@@ -459,13 +413,6 @@ class Predictor:
         self.task.seen(outputs)
         u = self.task.uniform(stream, some.ids.to(outputs.device))
         return vote.above(self.task.prepare(outputs, Reading(order=True), u), span, positions)
-
-    def _voted(self, batch: Batch, vote: Vote, stream: Stream, used: Gathered) -> Iterator[Tensor]:
-        v = stream.uniform(batch.ids, "boundary")
-        exceeded = partial(self._exceeded, batch, vote, stream)
-        decided, took = vote.run(torch.arange(len(batch), device=v.device), v, exceeded)
-        used.add(took)
-        yield from decided
 
     # -- renewing --------------------------------------------------------------------------------------------------------
 
@@ -504,7 +451,7 @@ class Predictor:
             >>> old.guarantee.n, new.guarantee.n, [entry["how"] for entry in new.history]
             (360, 560, ['calibrate', 'add'])
         """
-        from keepcover.prediction.renewal import from_network
+        from keepcover.prediction.calibration import from_network
 
         if self.identity is not None and (self.identity.structure is not None or fingerprint):
             self.identity.refuse_other(self.running, fingerprint)  # it may have been trained since
@@ -522,7 +469,7 @@ class Predictor:
         seed: int | None = None,
     ) -> Predictor:
         """:meth:`recalibrate` from noisy outputs of new points, as for :func:`calibrate_outputs`."""
-        from keepcover.prediction.renewal import from_outputs
+        from keepcover.prediction.calibration import from_outputs
 
         return from_outputs(self, outputs, truth, ids, how=how, window=window, groups=groups, seed=seed)
 
@@ -549,18 +496,16 @@ class Predictor:
         return levels_table(self)
 
     def __repr__(self) -> str:
-        lines = [f"Predictor for {self.task.name}, score {self.task.score_name}, {self.draws} draws per query"]
-        for level, calibrated in self.levels.items():
-            state = "every set holds everything" if calibrated.full else "ready"
-            lines.append(f"  {self.at(*level).guarantee}  [{state}]")
-        lines += [] if self.warning is None else [f"  Warning: {self.warning}"]
-        return "\n".join(lines)
+        title = f"Predictor for {self.task.name}, score {self.task.score_name}, {self.draws} draws per query"
+        states = {True: "every set holds everything", False: "ready"}
+        lines = [f"{self.promised(one)}  [{states[one.full]}]" for one in self.levels.values()]
+        lines += [] if self.warning is None else [f"Warning: {self.warning}"]
+        return "\n  ".join([title, *lines])
 
 
 def _part(group: Tensor | None, start: int, end: int, whole: bool = False) -> Tensor | None:
     """The groups of the queries from ``start`` to ``end``, all there are where ``whole``: of a stream their number shows as it goes."""
     if group is not None and (len(group) < end or (whole and len(group) != end)):
-        raise InputError(
-            f"expected one group per query, got {len(group)} groups for {end} queries{'' if whole else ' or more'}"
-        )
+        found = f"{len(group)} groups for {end} queries{'' if whole else ' or more'}"
+        raise InputError(f"expected one group per query, got {found}")
     return None if group is None else group[start:end]

@@ -20,6 +20,7 @@ from keepcover.tasks import Task
 
 DRAWS = 16  # per query, where the user names none
 Level = tuple[float, float]  # (alpha, epsilon)
+Shape = tuple[int, ...] | None  # of one input, where it is known
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,11 @@ class Question:
         usual = self.method.usual_calibration_draws(self.draws)
         return self.method.draws_used(self.draws, usual if self.calibration_draws is None else self.calibration_draws)
 
-    def asked(self, level: Level, noise: Noise, n: int, shape: tuple[int, ...] | None) -> Asked:
+    def asked(self, level: Level, noise: Noise, n: int, shape: Shape) -> Asked:
         threat = Threat(noise, level[1], self.norm, shape)
         return Asked(level[0], threat, self.draws, n, self.task.candidates, self.used[1], self.promise)
 
-    def check(self, noise: Noise, n: int | None, shape: tuple[int, ...] | None) -> None:
+    def check(self, noise: Noise, n: int | None, shape: Shape) -> None:
         """Impossible promises are refused before the network runs; n is checked again once it is known exactly."""
         for level in self.levels:
             self.method.check(self.asked(level, noise, n or 10**9, shape), self.task)
@@ -95,11 +96,8 @@ class Question:
         names = promise.groups.per if group is not None else getattr(self.task, "class_names", None)
         classes = self.task.candidates or (len(names) if names else int(known.max()) + 1)
         if group is None and len(known) and int(known.max()) >= classes:
-            raise InputError(
-                f"expected labels between 0 and {classes - 1}, of {classes} classes, got {int(known.max())}"
-            )
-        cell = promise.partition.cells(Sample(known, label=label, group=group))
-        assert cell is not None
+            raise InputError(f"expected labels between 0 and {classes - 1}, of {classes} classes, got {known.max()}")
+        cell: Any = promise.partition.cells(Sample(known, label=label, group=group))
         points = cell.bincount(minlength=promise.cells(classes))
         least = min(promise.points_needed(promise.level(a) - exact_level(self.method.spent)) for a, _ in self.levels)
         unit = promise.partition.unit
@@ -108,14 +106,13 @@ class Question:
             listed = ", ".join(f"{name} ({count})" for name, count in few[:12]) + (", ..." if len(few) > 12 else "")
             what = "sets are full" if unit == "group" else "labels are in every set"
             pool = "; clusters='auto' pools classes that behave alike" if unit == "class" else ""
-            warn(
-                f"{len(few)} of {len(points)} {unit}{'e' if unit == 'class' else ''}s have fewer than the {least} calibration "
-                f"points that the promise needs, so their {what}: {listed}{pool}"
-            )
+            units = f"{len(few)} of {len(points)} {unit}{'e' if unit == 'class' else ''}s"
+            less = f"fewer than the {least} calibration points that the promise needs"
+            warn(f"{units} have {less}, so their {what}: {listed}{pool}")
 
 
 def budget(
-    noise: Noise, draws: int | None, calibration_draws: int | None, shape: tuple[int, ...] | None, usual: int = DRAWS
+    noise: Noise, draws: int | None, calibration_draws: int | None, shape: Shape, usual: int = DRAWS
 ) -> tuple[int, int | None]:
     """Model evaluations per query and per calibration point: as asked for, or all that a deterministic noise has.
 
@@ -130,9 +127,7 @@ def budget(
         raise InputError(f"{noise} are as many as an image has columns: give shape=, or data in memory")
     every = noise.positions(shape)
     if {draws, calibration_draws} - {None, every}:
-        raise InputError(
-            f"{noise} of inputs {list(shape)} are {every} evaluations, no more and no less; leave draws out"
-        )
+        raise InputError(f"{noise} of {list(shape)} are {every} evaluations, no more and no less; leave draws out")
     return every, every
 
 
@@ -156,8 +151,6 @@ def numbers(values: Any, name: str) -> list[float]:
 def one_noise(sigma: float | str | None, noise: Noise | str | None) -> Noise:
     """The noise that a user named, as sigma or as another."""
     if (sigma is None) == (noise is None) or isinstance(sigma, str):
-        raise InputError(
-            "expected sigma, the standard deviation of Gaussian noise (epsilon to 2 epsilon works well; calibrate takes "
-            '"auto" too), or another noise=..., and not both'
-        )
+        what = 'the standard deviation of Gaussian noise (epsilon to 2 epsilon works well; calibrate takes "auto" too)'
+        raise InputError(f"expected sigma, {what}, or another noise=..., and not both")
     return get_noise(noise if noise is not None else float(sigma or 0.0))

@@ -13,12 +13,33 @@ from keepcover.engine.inputs import length, take
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError
 from keepcover.noise import Noise, Stream
-from keepcover.prediction.outputs import check_outputs
+from keepcover.scores.draws import in_pieces
 from keepcover.store import LogitStore
 from keepcover.tasks.metrics import as_labels
 
 PIECE = 2**24  # outputs read together
 IN_MEMORY = 2**28  # outputs; scores of several kinds take a few times 4 bytes of each
+
+
+def check_outputs(outputs: Any) -> Tensor:
+    """Noisy outputs [n, N, ...] as a tensor, or an error that says what is wrong with them.
+
+    Example:
+        >>> check_outputs([[[0.0, 1.0]]]).shape
+        torch.Size([1, 1, 2])
+    """
+    try:
+        values = torch.as_tensor(outputs).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"expected noisy outputs as a tensor or array, got {type(outputs).__name__}") from None
+    if values.ndim < 2 or not values.is_floating_point() or 0 in values.shape:
+        found = f"{values.dtype} {tuple(values.shape)}"
+        raise InputError(f"expected float noisy outputs [points, draws, ...], at least one of each, got {found}")
+    values = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+    if not in_pieces(values, lambda part: part.isfinite().all()[None]).all():
+        bad = int((~values.isfinite()).flatten(1).any(dim=1).nonzero()[0, 0])
+        raise InputError(f"outputs contain NaN or infinity, first at point {bad}; no guarantee survives a NaN")
+    return values
 
 
 class Piece(NamedTuple):
@@ -84,13 +105,7 @@ class Network(Source):
     """
 
     def __init__(
-        self,
-        smoother: Smoother,
-        data: Any,
-        draws: int,
-        stream: Stream,
-        ids: Tensor | None = None,
-        labelled: bool = True,
+        self, smoother: Smoother, data: Any, draws: int, stream: Stream, ids: Any = None, labelled: bool = True
     ) -> None:
         count = length(data)
         if count is None:
