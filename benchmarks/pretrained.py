@@ -37,7 +37,7 @@ from keepcover.evaluation.random_splits import random_splits  # noqa: E402
 from keepcover.methods import Exact, Holdout  # noqa: E402
 from keepcover.models.denoiser import Denoiser, load_denoiser  # noqa: E402
 from keepcover.noise import Gaussian  # noqa: E402
-from keepcover.prediction.calibration import expected_size, sigma_grid  # noqa: E402
+from keepcover.prediction.choosing import expected_size, sigma_grid  # noqa: E402
 from keepcover.prediction.question import Question  # noqa: E402
 from keepcover.specs import load_data  # noqa: E402
 from keepcover.tasks import Classification  # noqa: E402

@@ -20,7 +20,7 @@ from keepcover.errors import InputError
 from keepcover.methods import Exact, ExactAsymmetric, Holdout
 from keepcover.models.denoiser import Denoised, Denoiser, denoised
 from keepcover.noise import Gaussian, Stream, fresh_seed, get_norm
-from keepcover.prediction.calibration import matching_sigma, sigma_grid
+from keepcover.prediction.choosing import matching_sigma, sigma_grid
 from keepcover.prediction.collecting import warn_of_probabilities
 from keepcover.prediction.question import DRAWS, Question, levels_of, numbers
 from keepcover.prediction.report import Accuracy, wide

@@ -14,7 +14,7 @@ from keepcover import Gaussian, InputError, KeepcoverWarning, Noise, Smoother, S
 from keepcover.methods import Holdout
 from keepcover.models.denoiser import Denoiser
 from keepcover.prediction import calibrate
-from keepcover.prediction.calibration import sigma_grid
+from keepcover.prediction.choosing import sigma_grid
 from keepcover.prediction.collecting import Parts, chosen_rows
 from tests.toys import nearest, toy
 

@@ -21,10 +21,10 @@ from keepcover import Promise
 from keepcover.cli.renewal import _words
 from keepcover.errors import InputError
 from keepcover.methods.exact import HullRule
-from keepcover.prediction import Predictor, calibrate, calibrate_outputs, calibration
+from keepcover.prediction import Predictor, calibrate, calibrate_outputs, renewal
 from keepcover.prediction.artifact import load
-from keepcover.prediction.calibration import calibrated
 from keepcover.prediction.collecting import chosen_rows
+from keepcover.prediction.concluding import calibrated
 from tests.cli.runner import as_json, refused, run
 from tests.prediction.saved import rewrite
 from tests.toys import nearest, toy
@@ -86,7 +86,7 @@ def selective(rule: Any, items: Any, sample: Any, unknown: int) -> Any:
 def test_a_renewal_that_looks_at_calibration_points_is_caught(
     mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration, "calibrated", mutant)
+    monkeypatch.setattr(renewal, "calibrated", mutant)
     assert min(p_values(60).values()) < ALARM
 
 

@@ -451,7 +451,7 @@ class Predictor:
             >>> old.guarantee.n, new.guarantee.n, [entry["how"] for entry in new.history]
             (360, 560, ['calibrate', 'add'])
         """
-        from keepcover.prediction.calibration import from_network
+        from keepcover.prediction.renewal import from_network
 
         if self.identity is not None and (self.identity.structure is not None or fingerprint):
             self.identity.refuse_other(self.running, fingerprint)  # it may have been trained since
@@ -469,7 +469,7 @@ class Predictor:
         seed: int | None = None,
     ) -> Predictor:
         """:meth:`recalibrate` from noisy outputs of new points, as for :func:`calibrate_outputs`."""
-        from keepcover.prediction.calibration import from_outputs
+        from keepcover.prediction.renewal import from_outputs
 
         return from_outputs(self, outputs, truth, ids, how=how, window=window, groups=groups, seed=seed)
 
