@@ -32,9 +32,8 @@ from keepcover.cli import main
 from keepcover.engine.memory import RememberingSmoother
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError
-from keepcover.explore import app as explore_app
 from keepcover.explore.answers import Explorer
-from keepcover.explore.app import STATIC, create_app, run
+from keepcover.explore.app import LIMITS, STATIC, create_app, run
 from keepcover.explore.attacking import attack_one
 from keepcover.explore.curves import Job
 from keepcover.explore.images import amplified, read_upload
@@ -489,7 +488,7 @@ def test_a_bomb_is_refused_by_its_header(client: TestClient, side: int, words: s
 
 
 def test_a_body_too_large_is_refused(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused(send(client, bytes(explore_app.MAX_BODY + 1)), 413, "exceeds")
+    refused(send(client, bytes(LIMITS.max_body + 1)), 413, "exceeds")
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from pydantic import ConfigDict, create_model
@@ -27,10 +26,11 @@ from keepcover.explore.answers import Explorer
 from keepcover.pages.plots import pixels
 from keepcover.web.bodies import form_of, json_of, media_type
 from keepcover.web.problems import Problem, invalid
-from keepcover.web.server import BACKLOG, Announcing, Protocol, bare_app, bind
+from keepcover.web.server import Server, bare_app, bind
+from keepcover.web.settings import Settings
 
 STATIC = Path(__file__).parent / "static"
-MAX_BODY, MAX_BODIES, BODY_TIMEOUT = 2**23, 2**26, 30.0
+LIMITS = Settings(max_body=2**23, max_bodies=2**26, body_timeout=30.0)
 MAX_QUESTION = 2**12
 TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -90,8 +90,7 @@ def create_app(explorer: Explorer, hosts: tuple[str, ...] | None = LOOPBACK) -> 
         yield
         explorer.curves.stop()
 
-    limits = {"max_body": MAX_BODY, "max_bodies": MAX_BODIES, "body_timeout": BODY_TIMEOUT}
-    app = bare_app("keepcover explorer", lifespan, _refuse, **limits)
+    app = bare_app("keepcover explorer", LIMITS, lifespan, _refuse)
     app.add_middleware(Guard, hosts=hosts)
     app.add_exception_handler(InputError, _refuse)
     app.add_exception_handler(Exception, _fail)
@@ -162,7 +161,7 @@ def _routes(app: FastAPI, explorer: Explorer) -> None:
     async def upload(request: Request) -> Response:
         if media_type(request) != "multipart/form-data":
             raise Problem("unsupported_media_type", "expected multipart/form-data with the image in the field file")
-        async with form_of(request, max_files=1, max_part_size=MAX_BODY) as form:
+        async with form_of(request, max_files=1, max_part_size=LIMITS.max_body) as form:
             file, invert = form.get("file"), form.get("invert")
             if not isinstance(file, UploadFile):
                 raise invalid("expected an image file in the form field file")
@@ -190,10 +189,7 @@ def run(
             log.warning("open to the network on %s: every machine that reaches this port can use the model", name)
         address = f"http://{'127.0.0.1' if bound == '0.0.0.0' else name}:{number}/"
         app = create_app(explorer, LOOPBACK if local else None)
-        config = uvicorn.Config(
-            app, http=Protocol, log_level="warning", access_log=False, server_header=False, ws="none", backlog=BACKLOG
-        )
-        server = Announcing(config, lambda: _announce(address, open_page, tell))
+        server = Server(app, lambda: _announce(address, open_page, tell), log_level="warning")
         if explorer.subject.cheap:
             threading.Thread(target=_warm, args=(explorer, server), daemon=True).start()
         server.run(sockets=[listener])
@@ -205,7 +201,7 @@ def _announce(address: str, open_page: bool, tell: Callable[[str], None]) -> Non
         threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
 
-def _warm(explorer: Explorer, server: uvicorn.Server) -> None:
+def _warm(explorer: Explorer, server: Server) -> None:
     """Calibrate what the controls offer before it is asked for: the usual alpha first, cheap draws first."""
     lineup = explorer.lineup
     usual = lineup.default[0]

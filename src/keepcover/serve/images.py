@@ -42,33 +42,25 @@ def decode(
     if content.startswith(JPEG):  # what is not used is not parsed: the parsers of these are slow, and loud in the log
         for kind in (b"Exif\0\0", b"MPF\0", b"Photoshop 3.0\0"):
             content = content.replace(kind, bytes(len(kind)))
-    with opened(content, name, max_work) as image:
-        mode = _check_header(image, shape, name, resize, max_pixels)
-        image.load()
-        return values(_fit(image.convert(mode), shape, resize), shape)
-
-
-def _check_header(image: Image.Image, shape: tuple[int, int, int], name: str, resize: str, max_pixels: int) -> str:
     channels, height, width = shape
-    if image.size != (width, height):
-        found = f"{name}: expected an image {width} wide and {height} high, got {image.size[0]} x {image.size[1]}"
-        if resize == "refuse":
-            raise invalid(f"{found}; resize it as the calibration images were (resizing changes what epsilon means)")
-        if image.size[0] * image.size[1] > max_pixels:
-            raise invalid(f"{found}; at most {max_pixels} pixels are resized")
-    mode = _MODES[channels].get(image.mode)
-    if mode is None or (channels != 4 and "transparency" in image.info):
-        raise invalid(
-            f"{name}: expected {_COLOURS[channels]} with 8 bits per channel, got mode {image.mode}"
-            + (" with transparency" if "transparency" in image.info else "")
-            + "; convert it as the calibration images were"
-        )
-    return mode
-
-
-def _fit(image: Image.Image, shape: tuple[int, int, int], resize: str) -> Image.Image:
-    size = (shape[2], shape[1])
-    if image.size == size:
-        return image
-    bilinear = Image.Resampling.BILINEAR
-    return ImageOps.fit(image, size, bilinear) if resize == "crop" else image.resize(size, bilinear)
+    size, bilinear = (width, height), Image.Resampling.BILINEAR
+    with opened(content, name, max_work) as image:
+        if image.size != size:
+            found = f"{name}: expected an image {width} wide and {height} high, got {image.size[0]} x {image.size[1]}"
+            if resize == "refuse":
+                raise invalid(
+                    f"{found}; resize it as the calibration images were (resizing changes what epsilon means)"
+                )
+            if image.size[0] * image.size[1] > max_pixels:
+                raise invalid(f"{found}; at most {max_pixels} pixels are resized")
+        mode, clear = _MODES[channels].get(image.mode), "transparency" in image.info
+        if mode is None or (channels != 4 and clear):
+            found = (
+                f"mode {image.mode}{' with transparency' if clear else ''}; convert it as the calibration images were"
+            )
+            raise invalid(f"{name}: expected {_COLOURS[channels]} with 8 bits per channel, got {found}")
+        image.load()
+        plain = image.convert(mode)
+        if plain.size != size:
+            plain = ImageOps.fit(plain, size, bilinear) if resize == "crop" else plain.resize(size, bilinear)
+        return values(plain, shape)

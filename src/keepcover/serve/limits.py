@@ -110,9 +110,6 @@ class RepeatLimit:
         self._key = secrets.token_bytes(32)
         self._times: OrderedDict[bytes, list[float]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._times)
-
     def count(self, client: str, images: Tensor) -> None:
         """Count every image of a request, or refuse the request and count none."""
         now = self._clock()

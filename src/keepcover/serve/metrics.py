@@ -56,18 +56,6 @@ class Metrics:
         )
         self.trivial = Counter("trivial_sets", "Sets that hold everything: true, but they say nothing.", **own)
 
-    def request(self, route: str, status: str, seconds: float, code: str | None = None) -> None:
-        """One request answered; the route as the application names it, so that there are few of them."""
-        self.requests.labels(route, status).inc()
-        self.seconds.labels(route).observe(seconds)
-        if code is not None:
-            self.refusals.labels(code).inc()
-
-    def batch(self, images: int, seconds: float) -> None:
-        """One call of the model."""
-        self.batch_images.observe(images)
-        self.batch_seconds.observe(seconds)
-
     def sets(self, sizes: Sequence[float], draws: int, trivial: int) -> None:
         """The sets of one answer, so many of which say nothing."""
         for size in sizes:

@@ -26,8 +26,7 @@ class Observe:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+            return await self.app(scope, receive, send)
         start, status = time.perf_counter(), 0
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
         state = scope.setdefault("state", {})
@@ -61,17 +60,14 @@ class Observe:
             self._note(scope, str(status or "gone"), time.perf_counter() - start)
 
     def _note(self, scope: Scope, status: str, seconds: float) -> None:
+        """The route as the application names it, so that there are few of them."""
         state, client = scope["state"], scope.get("client")
         route = getattr(scope.get("route"), "path", "other")
-        code = state.get("code")
-        self.metrics.request(route, status, seconds, code)
-        fields = {
-            "request_id": state["request_id"],
-            "client": client[0] if client else None,
-            "method": scope["method"],
-            "route": route,
-            "status": status,
-            "ms": round(1000 * seconds, 2),
-        }
+        self.metrics.requests.labels(route, status).inc()
+        self.metrics.seconds.labels(route).observe(seconds)
+        if "code" in state:
+            self.metrics.refusals.labels(state["code"]).inc()
+        fields = {"request_id": state["request_id"], "client": client[0] if client else None, "method": scope["method"]}
+        fields |= {"route": route, "status": status, "ms": round(1000 * seconds, 2)}
         fields |= {name: state[name] for name in ("images", "code") if name in state}
         log.info("request", extra={"fields": fields})

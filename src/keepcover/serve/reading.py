@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,10 +11,10 @@ import torch
 from pydantic import ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
-from torch import Tensor
 
 from keepcover.errors import InputError
 from keepcover.prediction.predictor import Level, Predictor
+from keepcover.serve.batching import Groups, Query
 from keepcover.serve.images import decode, takes_files
 from keepcover.serve.limits import ReadingPool
 from keepcover.serve.schemas import FIELDS, GROUPED, LONGEST, SEED, check_structure, explain, request_model, unknown
@@ -23,15 +22,6 @@ from keepcover.web.bodies import form_of, media_type
 from keepcover.web.images import FORMATS, PASSES
 from keepcover.web.problems import Problem, invalid
 from keepcover.web.settings import KIB, Settings
-
-
-@dataclass(frozen=True)
-class Query:
-    """Images [n, ...] in [0, 1], the (alpha, epsilon) to answer for, and the group of each where the promise is per group."""
-
-    images: Tensor
-    level: Level
-    groups: Sequence[str | int] | None = None
 
 
 class Reader:
@@ -65,13 +55,10 @@ class Reader:
                     groups = [self.groups.get(name, name) for name in map(str, form.getlist("groups"))]
                 return partial(self._decode, files, *self._asked(alpha, epsilon, groups, len(files)))
         files = " or multipart/form-data with image files" if takes_files(self.shape) else ""
-        raise Problem(
-            "unsupported_media_type", f"expected content type application/json{files}, got {kind[:80] or 'none'}"
-        )
+        message = f"expected content type application/json{files}, got {kind[:80] or 'none'}"
+        raise Problem("unsupported_media_type", message)
 
-    def _asked(
-        self, alpha: float | None, epsilon: float | None, groups: Sequence[str | int] | None, images: int
-    ) -> tuple[Level, Sequence[str | int] | None]:
+    def _asked(self, alpha: float | None, epsilon: float | None, groups: Groups, images: int) -> tuple[Level, Groups]:
         """The level and the groups of so many images, as they came, checked."""
         if groups is not None and len(groups) != images:
             raise invalid(f"expected the group of each of {images} images in the field groups, got {len(groups)}")
@@ -105,32 +92,27 @@ class Reader:
             raise invalid(f"expected at least one file in the form field images ({', '.join(FORMATS)})")
         return files
 
-    def _decode(self, files: list[tuple[str, bytes]], level: Level, groups: Sequence[str | int] | None) -> Query:
-        (channels, height, width), settings = self.shape, self.settings
+    def _decode(self, files: list[tuple[str, bytes]], level: Level, groups: Groups) -> Query:
+        (channels, height, width), most = self.shape, self.settings.max_pixels
         # The files of one request share its work; one of exactly the model's size may always have its passes.
-        work = PASSES * max(settings.max_pixels // len(files), height * width)
-        arrays = [
-            decode(content, (channels, height, width), name, settings.resize, settings.max_pixels, work)
-            for name, content in files
-        ]
+        how = (self.settings.resize, most, PASSES * max(most // len(files), height * width))
+        arrays = [decode(content, (channels, height, width), name, *how) for name, content in files]
         return Query(torch.from_numpy(np.stack(arrays)), level, groups)
 
     def openapi(self) -> dict[str, Any]:
-        """The request body, for OpenAPI."""
+        """What the request body may be, by content type, for OpenAPI."""
         schema = self.model.model_json_schema()
         content: dict[str, Any] = {"application/json": {"schema": schema}}
         if takes_files(self.shape):
             kinds = ", ".join(f"image/{name.lower()}" for name in FORMATS)
             file = {"type": "string", "format": "binary", "contentMediaType": kinds}
-            images = {"type": "array", "minItems": 1, "maxItems": self.settings.max_images, "items": file}
-            numbers = {name: schema["properties"][name]["anyOf"][0] for name in ("alpha", "epsilon")}
-            form = {key: schema[key] for key in ("type", "required", "additionalProperties")}
-            form["properties"] = {"images": images, **numbers}
+            own = {name: about.get("anyOf", [about])[0] for name, about in schema["properties"].items()}
+            own["images"] = {"type": "array", "minItems": 1, "maxItems": self.settings.max_images, "items": file}
             if self.groups is not None:
-                text = {"type": "string", "maxLength": LONGEST}
-                form["properties"]["groups"] = {**schema["properties"]["groups"], "items": text}
+                own["groups"] = {**own["groups"], "items": {"type": "string", "maxLength": LONGEST}}
+            form = {key: schema[key] for key in ("type", "required", "additionalProperties")} | {"properties": own}
             content["multipart/form-data"] = {"schema": form, "encoding": {"images": {"contentType": kinds}}}
-        return {"required": True, "content": content}
+        return content
 
 
 def _number(form: FormData, name: str) -> float | None:

@@ -243,18 +243,15 @@ def check_structure(body: bytes, shape: tuple[int, ...], max_images: int, names:
         seen.add(name)
     lists = 1 + max_images * sum(math.prod(shape[:depth]) for depth in range(len(shape)))
     groups = max_images if "groups" in names else 0
-    full = {
-        "commas": max_images * math.prod(shape) + 2 + groups,
-        "lists": lists + (groups > 0),
-        "objects": 1,
-        "quotation marks": 2 * (len(names) + groups),
-    }
-    for (what, most), mark in zip(full.items(), (b",", b"[", b"{", b'"'), strict=True):
+    for what, mark, most in (
+        ("commas", b",", max_images * math.prod(shape) + 2 + groups),
+        ("lists", b"[", lists + (groups > 0)),
+        ("objects", b"{", 1),
+        ("quotation marks", b'"', 2 * (len(names) + groups)),
+    ):
         if (count := body.count(mark)) > 2 * most + 10:
-            raise invalid(
-                f"expected 1 to {max_images} images of shape {' x '.join(map(str, shape))}, which take {most} {what} at most, "
-                f"got {count}"
-            )
+            expected = f"expected 1 to {max_images} images of shape {' x '.join(map(str, shape))}"
+            raise invalid(f"{expected}, which take {most} {what} at most, got {count}")
 
 
 def unknown(name: str, names: Sequence[str], what: str = "unknown field") -> Problem:
@@ -267,36 +264,32 @@ def unknown(name: str, names: Sequence[str], what: str = "unknown field") -> Pro
 
 def explain(error: ErrorDetails, shape: tuple[int, ...], max_images: int, names: Sequence[str] = FIELDS) -> Problem:
     """One validation error as a refusal that says where, what was expected, what was found, and what to do."""
-    kind, path = error["type"], error["loc"]
+    kind, path, context = error["type"], error["loc"], error.get("ctx", {})
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".") or "the body"
-    found = reprlib.repr(error["input"])[:60]
-    sizes = " x ".join(map(str, shape))
-    context = error.get("ctx", {})
+    given, found, sizes = error["input"], reprlib.repr(error["input"])[:60], " x ".join(map(str, shape))
     if kind == "json_invalid":
         return Problem("bad_request", f"expected JSON: {context.get('error', 'it cannot be parsed')}")
     if kind == "extra_forbidden":
         return unknown(str(path[-1]), names)
     if path[:1] == ("groups",):
-        return invalid(
-            f"expected the field groups: the group of every image, in order, as names of at most {LONGEST} characters or whole numbers"
-        )
-    if kind == "missing":
-        return invalid(f"expected the field {where}: a list of images of shape {sizes}, channels first")
+        each = f"as names of at most {LONGEST} characters or whole numbers"
+        return invalid(f"expected the field groups: the group of every image, in order, {each}")
+    shaped = f"expected images of shape {sizes}, channels first"
     if kind in ("too_short", "too_long"):
         actual = context.get("actual_length")
-        actual = len(error["input"]) if actual is None else actual  # pydantic stops counting at the first too many
+        actual = len(given) if actual is None else actual  # pydantic stops counting at the first too many
         if len(path) == 1:
             return invalid(f"expected 1 to {max_images} images in one request, got {actual}")
-        return invalid(
-            f"expected images of shape {sizes}, channels first: {where} has {actual} entries, not {shape[len(path) - 2]}"
-        )
+        return invalid(f"{shaped}: {where} has {actual} entries, not {shape[len(path) - 2]}")
+    if kind == "missing":
+        return invalid(f"expected the field {where}: a list of images of shape {sizes}, channels first")
     if kind == "list_type":
-        return invalid(f"expected images of shape {sizes}, channels first: {where} is {found}, not a list")
-    if kind in ("less_than_equal", "greater_than_equal") and isinstance(context.get("le", context.get("ge")), int):
-        bound = f"at most {context['le']}" if "le" in context else f"at least {context['ge']}"
-        return invalid(f"expected tokens {bound}, as calibrated on, got {found} at {where}")
+        return invalid(f"{shaped}: {where} is {found}, not a list")
+    if isinstance(bound := context.get("le", context.get("ge")), int):
+        most = "most" if "le" in context else "least"
+        return invalid(f"expected tokens at {most} {bound}, as calibrated on, got {found} at {where}")
     if kind in ("less_than_equal", "greater_than_equal"):
-        hint = "; divide 0-255 by 255" if isinstance(error["input"], int | float) and error["input"] > 1 else ""
+        hint = "; divide 0-255 by 255" if isinstance(given, int | float) and given > 1 else ""
         return invalid(f"expected pixels in [0, 1], got {found} at {where}{hint}")
     if kind in ("int_type", "int_from_float"):
         return invalid(f"expected a token, a whole number, at {where}, got {found}")

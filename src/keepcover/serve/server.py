@@ -15,7 +15,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 from prometheus_client.multiprocess import mark_process_dead
 
@@ -27,7 +26,7 @@ from keepcover.serve.limits import HEAD
 from keepcover.serve.logs import log
 from keepcover.serve.metrics import FOLDER
 from keepcover.serve.workers import STARTUP_FAILURE, end_with_parent, supervise
-from keepcover.web.server import BACKLOG, Announcing, Protocol, bind
+from keepcover.web.server import Server, bind
 
 
 def run(
@@ -57,14 +56,9 @@ def run(
         deployment = dataclasses.replace(deployment, threads=max(1, (os.cpu_count() or 1) // workers))
     options: dict[str, Any] = {
         "lifespan": "on",
-        "http": Protocol,
-        "ws": "none",
         "loop": "asyncio",
         "log_config": logs.config(log_level),
         "log_level": log_level,
-        "access_log": False,
-        "server_header": False,
-        "backlog": BACKLOG,
         "h11_max_incomplete_event_size": 2 * HEAD,  # the application refuses at HEAD; this bounds what never ends
         "proxy_headers": trusted_proxies is not None,
         "forwarded_allow_ips": _proxies(trusted_proxies),
@@ -108,7 +102,7 @@ def _serve(
     # uvicorn raises the signal again once it has shut down; by then nothing is left to end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    Announcing(uvicorn.Config(app, **options), announce).run(sockets=[listener])
+    Server(app, announce, **options).run(sockets=[listener])
     if app.state.service.batcher.busy_since is not None:
         os._exit(1)  # the model hangs, and Python would wait for its thread for ever
     return 0

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keepcover.web.problems import Problem, invalid
+from keepcover.web.settings import Settings
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -24,15 +25,16 @@ class BodyLimit:
     Refusals are raised where the application reads the body, so they are answered like any other.
     """
 
-    def __init__(self, app: ASGIApp, *, max_body: int, max_bodies: int, timeout: float) -> None:
-        self.app, self.max_body, self.max_bodies, self.timeout = app, max_body, max_bodies, timeout
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self.app, self.settings = app, settings
         self.held = 0  # bytes of every request that is not answered yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        size, complete = 0, False
-        deadline: float | None = None
+        most, seconds = self.settings.max_body, self.settings.body_timeout
+        size, complete, deadline = 0, False, 0.0
+        too_large = f"the body exceeds {most} bytes; send fewer images per request"
         declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
         expected = int(declared) if declared.isdigit() and len(declared) < 19 else 0
 
@@ -40,17 +42,19 @@ class BodyLimit:
             nonlocal size, complete, deadline
             if complete:  # what is left to hear is that the client hung up
                 return await receive()
-            self._refuse_beyond(expected)
-            deadline = deadline or asyncio.get_running_loop().time() + self.timeout
+            if expected > most:
+                raise Problem("body_too_large", too_large)
+            deadline = deadline or asyncio.get_running_loop().time() + seconds
             try:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                raise Problem("slow_body", f"the body did not arrive within {self.timeout:g} s") from None
+                raise Problem("slow_body", f"the body did not arrive within {seconds:g} s") from None
             arrived = len(message.get("body", b""))
             size, self.held, complete = size + arrived, self.held + arrived, not message.get("more_body", False)
-            self._refuse_beyond(size)
-            if self.held > self.max_bodies:
+            if size > most:
+                raise Problem("body_too_large", too_large)
+            if self.held > self.settings.max_bodies:
                 raise Problem("overloaded", "too many bytes are being received; try again later", retry_after=1.0)
             return message
 
@@ -58,10 +62,6 @@ class BodyLimit:
             await self.app(scope, counted, send)
         finally:
             self.held -= size
-
-    def _refuse_beyond(self, size: int) -> None:
-        if size > self.max_body:
-            raise Problem("body_too_large", f"the body exceeds {self.max_body} bytes; send fewer images per request")
 
 
 def media_type(request: Request) -> str:
