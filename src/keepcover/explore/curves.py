@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from keepcover.errors import InputError
 from keepcover.explore.attacking import craft
-from keepcover.explore.lineup import Lineup
+from keepcover.explore.lineup import Contender, Lineup
 from keepcover.noise import get_norm
 from keepcover.tasks.metrics import measure
 
@@ -36,10 +37,17 @@ class Job:
     cancelled: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
 
-    def step(self, count: int = 1) -> None:
+    def step(self, count: int) -> None:
         self.done += count
         if self.cancelled.is_set():
             raise Stopped
+
+    def parts(self, stage: str, images: int) -> Iterator[Tensor]:
+        """The positions of so many images, a few at a time; after each of them a step."""
+        self.stage = stage
+        for part in torch.arange(images).split(CHUNK):
+            yield part
+            self.step(len(part))
 
 
 class Curves:
@@ -101,57 +109,46 @@ class Curves:
 
         What is known is in ``job.so_far`` at once: methods one by one, then the attacked radii.
         """
-        lineup, images, radii = self.lineup, self.images, self.radii
-        gallery = lineup.subject.gallery
+        lineup, images, gallery = self.lineup, self.images, self.lineup.subject.gallery
         kinds = ("plain", "smoothed") if lineup.subject.noise.certifies else ("plain",)
-        attacks = len(radii) * len(kinds) * images
+        attacks = len(self.radii) * len(kinds) * images
         job.total = len(lineup.contenders) * (len(gallery) + attacks) + attacks
+        about = {"alpha": job.alpha, "draws": job.draws, "epsilons": list(lineup.epsilons)}
+        about |= {"images": len(gallery), "attacked_images": images}
         rows: dict[str, dict[str, Any]] = {}
 
-        def publish() -> None:
-            methods = {key: {**row, "attacked": list(row["attacked"])} for key, row in rows.items()}
-            about = {"alpha": job.alpha, "draws": job.draws, "epsilons": list(lineup.epsilons)}
-            job.so_far = {**about, "images": len(gallery), "attacked_images": images, "methods": methods}
+        def masks(one: Contender, where: str, pixels: Tensor, upto: float) -> Tensor:
+            asked, parts = (one.key, job.alpha, job.draws), job.parts(f"{one.title} on {where}", len(pixels))
+            return torch.cat([lineup.sets(*asked, pixels[part], part, upto) for part in parts], dim=1)
 
-        def masks(key: str, pixels: Tensor, upto: float) -> Tensor:
-            parts = []
-            for part in torch.arange(len(pixels)).split(CHUNK):
-                parts.append(lineup.sets(key, job.alpha, job.draws, pixels[part], part, upto))
-                job.step(len(part))
-            return torch.cat(parts, dim=1)
-
-        for contender in lineup.contenders:
-            job.stage = f"{contender.title} on {len(gallery)} clean images"
-            sets = masks(contender.key, gallery.images, lineup.epsilons[-1])
+        for one in lineup.contenders:
+            sets = masks(one, f"{len(gallery)} clean images", gallery.images, lineup.epsilons[-1])
             measured = [measure(mask, gallery.labels) for mask in sets]
-            sizes = [{"mean": one.size, "low": one.size_interval[0], "high": one.size_interval[1]} for one in measured]
-            clean = [one.coverage.__dict__ for one in measured]
-            rows[contender.key] = {"size": sizes, "clean": clean, "attacked": []}
-            publish()
-        reach = get_norm(lineup.subject.norm).reach
-        for radius in radii:
+            sizes = [{"mean": m.size, "low": m.size_interval[0], "high": m.size_interval[1]} for m in measured]
+            rows[one.key] = {"size": sizes, "clean": [m.coverage.__dict__ for m in measured], "attacked": []}
+            job.so_far = {**about, "methods": dict(rows)}
+        for radius in self.radii:
             found: dict[str, list[dict[str, Any]]] = {key: [] for key in rows}
+            within = f"within {get_norm(lineup.subject.norm).reach(radius)}"
             for kind in kinds:
-                job.stage = f"attacking {images} images within {reach(radius)}"
-                pixels = self._attacked(kind, radius, job)
-                for contender in lineup.contenders:
-                    job.stage = f"{contender.title} on images attacked within {reach(radius)}"
-                    covered = measure(masks(contender.key, pixels, radius)[-1], gallery.labels[:images]).coverage
-                    found[contender.key].append({"radius": radius, "aim": kind, **covered.__dict__})
+                pixels = self._attacked(kind, radius, f"attacking {images} images {within}", job)
+                for one in lineup.contenders:
+                    sets = masks(one, f"images attacked {within}", pixels, radius)
+                    covered = measure(sets[-1], gallery.labels[:images]).coverage
+                    found[one.key].append({"radius": radius, "aim": kind, **covered.__dict__})
             for key, attempts in found.items():
-                rows[key]["attacked"].append(min(attempts, key=lambda one: one["mean"]))  # the worse of the attacks
-            publish()
+                worst = min(attempts, key=lambda attempt: attempt["mean"])
+                rows[key] = {**rows[key], "attacked": [*rows[key]["attacked"], worst]}
+            job.so_far = {**about, "methods": dict(rows)}
 
-    def _attacked(self, aim: str, radius: float, job: Job) -> Tensor:
+    def _attacked(self, aim: str, radius: float, stage: str, job: Job) -> Tensor:
         """Attacked gallery images: the same for every alpha and number of draws, so kept."""
-        if (aim, radius) not in self._crafted:
-            gallery, parts = self.lineup.subject.gallery, []
-            for part in torch.arange(self.images).split(CHUNK):
-                parts.append(craft(self.lineup, aim, gallery.images[part], gallery.labels[part], part, radius))
-                job.step(len(part))
-            self._crafted[aim, radius] = torch.cat(parts)
-        else:
+        if (aim, radius) in self._crafted:
             job.step(self.images)
+        else:
+            gallery, parts = self.lineup.subject.gallery, job.parts(stage, self.images)
+            made = [craft(self.lineup, aim, gallery.images[i], gallery.labels[i], i, radius) for i in parts]
+            self._crafted[aim, radius] = torch.cat(made)
         return self._crafted[aim, radius]
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from keepcover.engine.memory import RememberingSmoother
@@ -86,29 +86,28 @@ class Lineup:
         self._made: dict[tuple[str, float, int], Predictor] = {}
         self._notes: list[str] = list(subject.notes)
         self._making = threading.Lock()
-        saved = subject.saved
+        listed, saved = [one for one in (VANILLA, RSCP_PLUS, EXACT) if self._fits(one)], subject.saved
         if saved is None:
             refuse_groups(subject.promise)
-            listed, every = (VANILLA, RSCP_PLUS, EXACT), subject.noise.deterministic
-            self.contenders = tuple(one for one in listed if self._fits(one, subject.noise))
-            offered = (subject.noise.positions(subject.shape),) if every else draws
+            offered = (subject.noise.positions(subject.shape),) if subject.noise.deterministic else draws
+            self.contenders = tuple(listed)
             self.alphas, self.draws = tuple(sorted(set(alphas))), tuple(sorted(set(offered)))
             self.epsilons = radii(subject.reach, subject.norm) if epsilons is None else tuple(sorted(set(epsilons)))
         else:
             self._saved = replace(saved, smoother=self.smoothers[saved.noise.certifies])
             own = Contender("saved", f"Your predictor ({saved.guarantee.method})", None)
-            beside = [one for one in (VANILLA, RSCP_PLUS) if self._fits(one, saved.noise)]
-            self.contenders = (own,) if subject.calibration is None else (*beside, own)
-            self.alphas, self.draws = tuple(sorted({alpha for alpha, _ in saved.levels})), (saved.draws,)
-            every = {epsilon for _, epsilon in saved.levels}
-            self.epsilons = tuple(sorted(e for e in every if all((alpha, e) in saved.levels for alpha in self.alphas)))
+            beside = [] if subject.calibration is None else [one for one in listed if one is not EXACT]
+            self.contenders = (*beside, own)
+            self.alphas, every = (tuple(sorted(set(values))) for values in zip(*saved.levels))
+            self.draws = (saved.draws,)
+            self.epsilons = tuple(e for e in every if all((alpha, e) in saved.levels for alpha in self.alphas))
             if not self.epsilons:
                 raise InputError("the predictor answers for no epsilon at all of its alphas; calibrate it for a grid")
         if not self.alphas or not self.draws or self.draws[0] < 1:
             raise InputError(f"expected alphas, and draws of at least 1, got {alphas} and {draws}")
 
-    def _fits(self, one: Contender, noise: Noise) -> bool:
-        return one.method is None or not (one.method.unfit(noise) or one.method.refuses(self.subject.promise))
+    def _fits(self, one: Contender) -> bool:
+        return not (one.method.unfit(self.subject.noise) or one.method.refuses(self.subject.promise))
 
     def _smoother(self, noise: Noise) -> RememberingSmoother:
         own, look = self.subject.smoother, self._advance if noise.certifies else None
@@ -151,8 +150,8 @@ class Lineup:
         assert subject.holdout is not None
         points = len(subject.calibration) + len(subject.holdout)
         what = f"calibrating {contender.title}, alpha {alpha:g}" + (f", {draws} draws" if contender.noisy else "")
-        total = points * method.usual_calibration_draws(draws) if contender.noisy else points
-        self.progress = {"what": what, "done": 0, "total": total}
+        each = method.usual_calibration_draws(draws) if contender.noisy else 1
+        self.progress = {"what": what, "done": 0, "total": points * each}
         with warnings.catch_warnings(record=True) as caught:  # only calibration does this, one at a time
             warnings.simplefilter("always")
             try:
@@ -184,14 +183,9 @@ class Lineup:
 
 
 def own_sets(
-    predictor: Predictor,
-    images: Float[Tensor, "n c h w"],
-    ids: Int[Tensor, " n"],
-    alpha: float,
-    epsilons: Sequence[float],
-    stream: Stream,
+    predictor: Predictor, images: Tensor, ids: Tensor, alpha: float, epsilons: Sequence[float], stream: Stream
 ) -> Bool[Tensor, "e n k"]:
-    """The sets of every epsilon, each as its own rule gives it, from the same noise."""
+    """The sets of images [n, c, h, w] at every epsilon, each as its own rule gives it, from the same noise."""
     found = predictor.predict_all(images, ids=ids, seed=stream.seed)
     return torch.stack([found[alpha, epsilon].mask.cpu() for epsilon in epsilons])
 
@@ -208,14 +202,9 @@ def nested(own: Bool[Tensor, "e n k"]) -> Bool[Tensor, "e n k"]:
 
 
 def bars(
-    predictor: Predictor,
-    image: Float[Tensor, "1 c h w"],
-    id: Int[Tensor, "1"],
-    alpha: float,
-    epsilons: Sequence[float],
-    stream: Stream,
+    predictor: Predictor, image: Tensor, id: Tensor, alpha: float, epsilons: Sequence[float], stream: Stream
 ) -> list[Explanation]:
-    """The bars [K] of one image at every epsilon: a label is in the set iff its support reaches what is needed, which may
+    """The bars [K] of one image [1, c, h, w] at every epsilon: a label is in the set iff its support reaches what is needed, which may
     lie outside [0, 1] where every label, or none, is in the set.
     """
     task: Any = predictor.task
