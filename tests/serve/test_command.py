@@ -19,7 +19,7 @@ from keepcover.errors import InputError
 from keepcover.prediction.predictor import Predictor
 from keepcover.serve import Deployment, Settings
 from keepcover.serve.schemas import Description
-from keepcover.serve.workers import STARTUP_FAILURE, supervise
+from keepcover.serve.server import STARTUP_FAILURE, supervise
 
 from . import ending
 from .client import TOKEN

@@ -80,8 +80,6 @@ class Explorer:
             "label": shown.label,
             "no_promise": NO_PROMISE if shown.label is None else None,
             "prediction": int(probabilities.argmax()),
-            "alpha": alpha,
-            "draws": draws,
             "shown": labels,
             "methods": {c.key: self._method(c.key, shown, alpha, draws, labels) for c in self.lineup.contenders},
         }
@@ -129,28 +127,30 @@ class Explorer:
         if label is not None and not 0 <= label < classes:
             raise invalid(f"expected a label between 0 and {classes - 1}, got {label}")
         source = "the label you chose"
-        if label is None:
+        if label is None and shown.label is not None:
             label, source = shown.label, "its true label"
-        if label is None:
+        elif label is None:
             label = int(self._probabilities(shown).argmax())
             source = "what the model predicts, as the true label is not known"
-        attempts, norm = [], get_norm(self.subject.norm)
+        attempts, reach = [], get_norm(self.subject.norm).reach
         for one in attack_one(self.lineup, shown.pixels, label, shown.id, alpha, draws, epsilon):
             difference, gain = amplified(one.change[0])
             attempts.append(
                 {
-                    **{name: getattr(one, name) for name in ("aim", "distance", "before", "after")},
+                    "aim": one.aim,
                     "title": TITLES[one.aim],
                     "attacked": data_uri(one.attacked[0]),
                     "difference": data_uri(difference),
                     "gain": gain,
-                    "reach": norm.reach(float(f"{one.distance:.3g}")),
+                    "distance": one.distance,
+                    "reach": reach(float(f"{one.distance:.3g}")),
                     "largest_change": float(one.change.abs().max()),
+                    "after": one.after,
                     "fates": one.fates(label),
                 }
             )
-        asked = {"image": image, "label": label, "label_source": source, "alpha": alpha, "draws": draws}
-        return {**asked, "epsilon": epsilon, "original": data_uri(shown.pixels[0]), "attempts": attempts}
+        about = {"label": label, "label_source": source, "epsilon": epsilon}
+        return {**about, "original": data_uri(shown.pixels[0]), "attempts": attempts}
 
     def find(self, alpha: float, draws: int, epsilon: float, after: int = -1) -> dict[str, Any]:
         return find_lost(self.lineup, alpha, draws, epsilon, after % len(self.subject.gallery))

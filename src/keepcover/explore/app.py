@@ -10,6 +10,7 @@ import time
 import webbrowser
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -189,30 +190,28 @@ def run(
             log.warning("open to the network on %s: every machine that reaches this port can use the model", name)
         address = f"http://{'127.0.0.1' if bound == '0.0.0.0' else name}:{number}/"
         app = create_app(explorer, LOOPBACK if local else None)
-        server = Server(app, lambda: _announce(address, open_page, tell), log_level="warning")
+
+        def announce() -> None:
+            tell(address)
+            if open_page:
+                threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+
+        server = Server(app, announce, log_level="warning")
         if explorer.subject.cheap:
             threading.Thread(target=_warm, args=(explorer, server), daemon=True).start()
         server.run(sockets=[listener])
 
 
-def _announce(address: str, open_page: bool, tell: Callable[[str], None]) -> None:
-    tell(address)
-    if open_page:
-        threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
-
-
 def _warm(explorer: Explorer, server: Server) -> None:
     """Calibrate what the controls offer before it is asked for: the usual alpha first, cheap draws first."""
     lineup = explorer.lineup
-    usual = lineup.default[0]
-    for alpha in sorted(lineup.alphas, key=lambda a: a != usual):
-        for draws in lineup.draws:
-            for contender in lineup.contenders:
-                while explorer.curves.busy and not server.should_exit:  # the page waits for those
-                    time.sleep(0.5)
-                if server.should_exit:
-                    return
-                try:
-                    lineup.predictor(contender.key, alpha, draws)
-                except InputError:
-                    return  # the page will say it when it asks
+    alphas = sorted(lineup.alphas, key=lambda alpha: alpha != lineup.default[0])
+    for alpha, draws, contender in product(alphas, lineup.draws, lineup.contenders):
+        while explorer.curves.busy and not server.should_exit:  # the page waits for those
+            time.sleep(0.5)
+        if server.should_exit:
+            return
+        try:
+            lineup.predictor(contender.key, alpha, draws)
+        except InputError:
+            return  # the page will say it when it asks

@@ -35,7 +35,7 @@ class Job:
     so_far: dict[str, Any] = field(default_factory=dict)  # the curves as far as they are known
     error: str | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
-    thread: threading.Thread | None = None
+    thread: threading.Thread = field(default_factory=threading.Thread)
 
     def step(self, count: int) -> None:
         self.done += count
@@ -59,7 +59,7 @@ class Curves:
         self.radii = spread([e for e in lineup.epsilons if e > 0], RADII)
         self._done: dict[tuple[float, int], dict[str, Any]] = {}
         self._crafted: dict[tuple[str, float], Tensor] = {}
-        self._job: Job | None = None
+        self._job = Job(0.0, 0)  # of nothing yet
         self._lock = threading.Lock()
 
     def ask(self, alpha: float, draws: int) -> dict[str, Any]:
@@ -69,27 +69,24 @@ class Curves:
             if known is not None:
                 return {"state": "done", **known}
             job = self._job
-            if job is None or (job.alpha, job.draws) != (alpha, draws) or job.cancelled.is_set():
-                if job is not None:
-                    job.cancelled.set()
+            if (job.alpha, job.draws) != (alpha, draws) or job.cancelled.is_set():
+                job.cancelled.set()
                 job = self._job = Job(alpha, draws)
                 job.thread = threading.Thread(target=self._run, args=(job,), daemon=True)
                 job.thread.start()
             if job.error is not None:
-                self._job = None  # asking again tries again
+                job.cancelled.set()  # asking again tries again
                 return {"state": "failed", "message": job.error}
             return {"state": "running", "stage": job.stage, "done": job.done, "total": job.total, **job.so_far}
 
     @property
     def busy(self) -> bool:
         """Whether something is being computed."""
-        job = self._job
-        return job is not None and job.thread is not None and job.thread.is_alive()
+        return self._job.thread.is_alive()
 
     def stop(self) -> None:
         with self._lock:
-            if self._job is not None:
-                self._job.cancelled.set()
+            self._job.cancelled.set()
 
     def _run(self, job: Job) -> None:
         try:
@@ -147,7 +144,7 @@ class Curves:
             job.step(self.images)
         else:
             gallery, parts = self.lineup.subject.gallery, job.parts(stage, self.images)
-            made = [craft(self.lineup, aim, gallery.images[i], gallery.labels[i], i, radius) for i in parts]
+            made = [craft(self.lineup, aim, *gallery[part].pair, part, radius) for part in parts]
             self._crafted[aim, radius] = torch.cat(made)
         return self._crafted[aim, radius]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -126,26 +126,20 @@ def saved_subject(
 
     Vanilla CP and RSCP+ are calibrated beside it on part of the data where there are enough of them.
     """
-    smoother, noise = predictor.running, predictor.noise
+    smoother, certifies = predictor.running, predictor.noise.certifies
     refuse_groups(predictor.rule.asked.promise)
     least_alpha = min(alpha for alpha, _ in predictor.levels)
     notes = ["The predictor was calibrated elsewhere; the images here must not have been among its calibration points."]
     parts = _split(data, calibration, gallery, seed)
-    if parts is not None and (not noise.certifies or len(parts[1]) * (least_alpha - 0.002) < 1):
-        parts = None
-    if parts is None:
-        (shown,) = data.split(-1, seed=seed)
-        shown, held, points = shown[: gallery or GALLERY], None, None
-        notes.append(
-            "It stands alone: it adds no noise for the others to use."
-            if not noise.certifies
-            else f"It stands alone: {len(data)} images are too few to calibrate vanilla CP and RSCP+ beside it."
-        )
-    else:
+    if parts is not None and certifies and len(parts[1]) * (least_alpha - 0.002) >= 1:
         held, points, shown = parts
         notes.append(f"Vanilla CP and RSCP+ were calibrated beside it on {len(points)} of the images given here.")
+    else:
+        held, points, shown = None, None, data.split(-1, seed=seed)[0][: gallery or GALLERY]
+        few = f"{len(data)} images are too few to calibrate vanilla CP and RSCP+ beside it"
+        notes.append(f"It stands alone: {few if certifies else 'it adds no noise for the others to use'}.")
     if predictor.class_names is not None:
-        shown = Labelled(shown.name, shown.images, shown.labels, predictor.class_names)
+        shown = replace(shown, class_names=predictor.class_names)
     shown, gradients = _fit_to(smoother, shown)
     if len(shown.class_names) != predictor.classes:
         raise InputError(f"the predictor has {predictor.classes} classes, the model {len(shown.class_names)}")
@@ -195,4 +189,4 @@ def _fit_to(smoother: Smoother, shown: Labelled) -> tuple[Labelled, bool]:
         gradients = True
     except (InputError, RuntimeError):  # a black box: attacks will go by queries alone
         gradients = False
-    return Labelled(shown.name, shown.images, shown.labels, names), gradients
+    return replace(shown, class_names=names), gradients

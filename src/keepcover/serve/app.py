@@ -7,6 +7,8 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,14 +21,14 @@ import keepcover
 from keepcover.errors import InputError, refusing
 from keepcover.prediction.predictor import Level, Predictor
 from keepcover.serve.batching import Batcher, Groups, Query
-from keepcover.serve.images import takes_files
 from keepcover.serve.limits import Bearer, RepeatLimit
 from keepcover.serve.logs import log
 from keepcover.serve.metrics import CONTENT_TYPE, Metrics
 from keepcover.serve.observing import Observe
-from keepcover.serve.reading import Reader
+from keepcover.serve.reading import Reader, takes_files
 from keepcover.serve.schemas import PER_QUERY, Counted, Description, Outcomes, Refusal, State, answer_model
 from keepcover.serve.watching import Watch
+from keepcover.specs import load_predictor
 from keepcover.web.bodies import json_of
 from keepcover.web.images import FORMATS
 from keepcover.web.problems import STATUS, Problem
@@ -252,3 +254,36 @@ def _routes(app: FastAPI, service: Service) -> None:
         return service.state(ready=True)
 
     app.include_router(private)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Names, not objects: it travels to worker processes and to Ray replicas, and each loads its own model.
+
+    Args:
+        predictor: what :meth:`Predictor.save` wrote.
+        model: see :func:`keepcover.specs.load_model`.
+        weights: checkpoint of a built-in model.
+        fingerprint: the string given at calibration for a model that is not an ``nn.Module``.
+        device: where the model runs; its own choice by default.
+        model_output: what an ONNX file returns, ``logits`` or ``probabilities``.
+        threads: CPU threads of torch in each process.
+        settings: limits and policies.
+    """
+
+    predictor: Path
+    model: str
+    weights: str | Path | None = None
+    fingerprint: str | None = None
+    device: str | None = None
+    model_output: str = "logits"
+    threads: int | None = None
+    settings: Settings = field(default_factory=Settings)
+
+    def build(self) -> FastAPI:
+        """Load the model in this process and build the application around it."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        how = (self.weights, self.device, self.model_output)
+        predictor = load_predictor(self.predictor, self.model, *how, fingerprint=self.fingerprint)
+        return create_app(predictor, self.settings)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
+from PIL import Image, ImageOps
 from pydantic import ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
@@ -15,13 +17,17 @@ from starlette.requests import Request
 from keepcover.errors import InputError
 from keepcover.prediction.predictor import Level, Predictor
 from keepcover.serve.batching import Groups, Query
-from keepcover.serve.images import decode, takes_files
 from keepcover.serve.limits import ReadingPool
 from keepcover.serve.schemas import FIELDS, GROUPED, LONGEST, SEED, check_structure, explain, request_model, unknown
 from keepcover.web.bodies import form_of, media_type
-from keepcover.web.images import FORMATS, PASSES
+from keepcover.web.images import FORMATS, JPEG, PASSES, opened, values
 from keepcover.web.problems import Problem, invalid
 from keepcover.web.settings import KIB, Settings
+
+# What a file's mode may become without the choice of a formula: grey is the same in three channels, a palette is looked up.
+# Colour to grey and transparency are choices, so they are the client's.
+_MODES = {1: {"L": "L", "1": "L"}, 3: {"RGB": "RGB", "P": "RGB", "L": "RGB", "1": "RGB"}, 4: {"RGBA": "RGBA"}}
+_COLOURS = {1: "greyscale", 3: "RGB", 4: "RGBA"}
 
 
 class Reader:
@@ -124,3 +130,54 @@ def _number(form: FormData, name: str) -> float | None:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise invalid(f"expected one number in the form field {name}") from None
+
+
+def takes_files(shape: tuple[int, ...]) -> bool:
+    """Whether an image file can have this shape: channels first, 1, 3 or 4 of them."""
+    return len(shape) == 3 and shape[0] in _MODES
+
+
+def decode(
+    content: bytes,
+    shape: tuple[int, int, int],
+    name: str,
+    resize: str = "refuse",
+    max_pixels: int = 2**24,
+    max_work: int = PASSES * 2**24,
+) -> Float[np.ndarray, "c h w"]:
+    """Decode one file to float32 ``[c, h, w]``, or raise a 422 that says what is wrong with it.
+
+    EXIF orientation is not applied. JPEG is lossy: epsilon is a distance between decoded pixels.
+
+    Example:
+        >>> import io
+        >>> file = io.BytesIO()
+        >>> Image.new("L", (8, 8), 255).save(file, "PNG")
+        >>> decode(file.getvalue(), (1, 8, 8), "white.png").mean()
+        np.float32(1.0)
+    """
+    if content.startswith(JPEG):  # what is not used is not parsed: the parsers of these are slow, and loud in the log
+        for kind in (b"Exif\0\0", b"MPF\0", b"Photoshop 3.0\0"):
+            content = content.replace(kind, bytes(len(kind)))
+    channels, height, width = shape
+    size, bilinear = (width, height), Image.Resampling.BILINEAR
+    with opened(content, name, max_work) as image:
+        if image.size != size:
+            found = f"{name}: expected an image {width} wide and {height} high, got {image.size[0]} x {image.size[1]}"
+            if resize == "refuse":
+                raise invalid(
+                    f"{found}; resize it as the calibration images were (resizing changes what epsilon means)"
+                )
+            if image.size[0] * image.size[1] > max_pixels:
+                raise invalid(f"{found}; at most {max_pixels} pixels are resized")
+        mode, clear = _MODES[channels].get(image.mode), "transparency" in image.info
+        if mode is None or (channels != 4 and clear):
+            found = (
+                f"mode {image.mode}{' with transparency' if clear else ''}; convert it as the calibration images were"
+            )
+            raise invalid(f"{name}: expected {_COLOURS[channels]} with 8 bits per channel, got {found}")
+        image.load()
+        plain = image.convert(mode)
+        if plain.size != size:
+            plain = ImageOps.fit(plain, size, bilinear) if resize == "crop" else plain.resize(size, bilinear)
+        return values(plain, shape)

@@ -47,40 +47,36 @@ class Watch:
 
     def __init__(self, predictor: Predictor, settings: Settings, clock: Callable[[], float] = time.time) -> None:
         self.predictor, self.settings, self.clock = predictor, settings, clock
-        self.levels, self.off = list(predictor.levels), ""
-        try:
-            if not predictor.task.early:
-                raise InputError(
-                    f"tickets hold sets of labels, and {predictor.task.name} has others; watch it in Python"
-                )
-            if not settings.monitor:
-                raise InputError("it was switched off")
+        self.levels, self.fresh, self.off = list(predictor.levels), list[Monitor](), ""
+        if not predictor.task.early:
+            self.off = f"tickets hold sets of labels, and {predictor.task.name} has others; watch it in Python"
+        elif not settings.monitor:
+            self.off = "it was switched off"
+        else:
             rate = settings.false_alarm
-            self.fresh = [monitor(predictor, alpha=a, epsilon=e, false_alarm=rate) for a, e in self.levels]
-        except InputError as error:  # a promise that cannot be watched can be served
-            self.fresh, self.off = [], str(error)
+            try:
+                self.fresh = [monitor(predictor, alpha=a, epsilon=e, false_alarm=rate) for a, e in self.levels]
+            except InputError as error:  # a promise that cannot be watched can be served
+                self.off = str(error)
         # Tickets and state of another predictor, or of this one before it was recalibrated, are none of this one's.
         self.name = predictor.digest
         self.key = hmac.digest((settings.ticket_key or "").encode(), self.name.encode(), "sha256")
-        self._lock, self._noting = (
-            threading.Lock(),
-            threading.Lock(),
-        )  # the second is never held for long: answers take it
+        self._lock = threading.Lock()
+        self._noting = threading.Lock()  # never held for long: answers take it
         self._new, self._written = list[tuple[int, ndarray]](), 0.0
+        path = settings.monitor_file
         try:
-            self._file = sqlite3.connect(settings.monitor_file or ":memory:", timeout=30, check_same_thread=False)
+            self._file = sqlite3.connect(path or ":memory:", timeout=30, check_same_thread=False)
             self._file.isolation_level = None
             for line in TABLES:
                 self._file.execute(line)
             self._change(lambda _: None)  # a state that cannot be read is found now
         except sqlite3.Error as error:
-            raise InputError(
-                f"cannot keep the monitor in {settings.monitor_file} ({error}); name a file on a local disk that can be written"
-            ) from None
+            why = f"cannot keep the monitor in {path} ({error}); name a file on a local disk that can be written"
+            raise InputError(why) from None
         except (ValueError, TypeError) as error:
-            raise InputError(
-                f"{settings.monitor_file} holds a state that no monitor wrote ({error}); move the file away to begin anew"
-            ) from None
+            why = f"{path} holds a state that no monitor wrote ({error}); move the file away to begin anew"
+            raise InputError(why) from None
 
     # -- tickets -----------------------------------------------------------------------------------------------------------
 
@@ -157,17 +153,16 @@ class Watch:
 
     def _true(self, label: int | str | list[int | str]) -> list[int]:
         """What is true of one query: one label, or a list of them where there may be several."""
-        single, classes = self.predictor.task.single, self.predictor.classes
-        if single == isinstance(label, list) or (isinstance(label, list) and len(label) > classes):
-            raise invalid(f"expected {'one label' if single else 'a list of true labels'} per set, got {label!r:.60}")
-        names, least = self.predictor.class_names or (), -1 if single else 0
+        single, classes, names = self.predictor.task.single, self.predictor.classes, self.predictor.class_names or ()
         listed = label if isinstance(label, list) else [label]
-        found = [names.index(one) if isinstance(one, str) and one in names else one for one in listed]
-        strange = next((one for one in found if not isinstance(one, int) or not least <= one < classes), None)
-        if strange is not None:
-            other = ", -1 for a class that the model does not have" if single else ""
-            raise invalid(f"expected labels as class names or as indices below {classes}{other}, got {strange!r:.60}")
-        return sorted({int(one) for one in found})
+        if single == isinstance(label, list) or len(listed) > classes:
+            raise invalid(f"expected {'one label' if single else 'a list of true labels'} per set, got {label!r:.60}")
+        found, least = [names.index(one) if one in names else one for one in listed], -1 if single else 0
+        for one in found:
+            if not isinstance(one, int) or not least <= one < classes:
+                other = ", -1 for a class that the model does not have" if single else ""
+                raise invalid(f"expected labels as class names or as indices below {classes}{other}, got {one!r:.60}")
+        return sorted(set(found))
 
     def saw(self, level: Level, sets: Any) -> bool:
         """Note queries; whether it is time for :meth:`write`."""
