@@ -32,9 +32,8 @@ from keepcover.prediction.predictor import Predictor
 from keepcover.serve import Settings, create_app
 from keepcover.serve.app import image_shape, warm_up
 from keepcover.serve.batching import Batcher, Query
-from keepcover.serve.logs import JsonFormatter, log
-from keepcover.serve.logs import config as log_config
-from keepcover.serve.metrics import Metrics
+from keepcover.serve.observing import JsonFormatter, Metrics, log
+from keepcover.serve.observing import config as log_config
 from keepcover.serve.schemas import Answer, Description
 
 from . import serving
@@ -417,7 +416,7 @@ def test_buckets_and_shares() -> None:
 WORKER = """
 import os, sys
 from prometheus_client.multiprocess import mark_process_dead
-from keepcover.serve.metrics import Metrics
+from keepcover.serve.observing import Metrics
 metrics = Metrics(10)
 sizes = [int(size) for size in sys.argv[2].split(",")]
 metrics.sets(sizes, draws=4, trivial=sizes.count(10))

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from keepcover.prediction.predictor import Predictor
 from keepcover.serve import Settings, create_app
-from keepcover.serve.limits import HEAD, THREADS, Bearer, RepeatLimit
-from keepcover.serve.logs import Seldom
+from keepcover.serve.limits import THREADS, Bearer, RepeatLimit
+from keepcover.serve.observing import HEAD, Seldom
 from keepcover.web.problems import Problem
 from keepcover.web.server import BACKLOG, Protocol, bind, most_connections
 

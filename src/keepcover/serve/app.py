@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel
 from torch import Tensor
 
@@ -22,9 +23,7 @@ from keepcover.errors import InputError, refusing
 from keepcover.prediction.predictor import Level, Predictor
 from keepcover.serve.batching import Batcher, Groups, Query
 from keepcover.serve.limits import Bearer, RepeatLimit
-from keepcover.serve.logs import log
-from keepcover.serve.metrics import CONTENT_TYPE, Metrics
-from keepcover.serve.observing import Observe
+from keepcover.serve.observing import Metrics, Observe, log
 from keepcover.serve.reading import Reader, takes_files
 from keepcover.serve.schemas import PER_QUERY, Counted, Description, Outcomes, Refusal, State, answer_model
 from keepcover.serve.watching import Watch
@@ -35,7 +34,6 @@ from keepcover.web.problems import STATUS, Problem
 from keepcover.web.server import bare_app
 from keepcover.web.settings import Settings
 
-T = TypeVar("T")
 READ = ("bad_request", "slow_body", "body_too_large", "unsupported_media_type", "invalid")
 ABOUT = f"Prediction sets that keep their coverage under attack. {PER_QUERY}"
 
@@ -123,7 +121,7 @@ class Service:
         given = await json_of(request, Outcomes, self.watch.longest)  # parsing holds up every other answer
         return JSONResponse(await self.watching(self.watch.outcomes, given.ticket, given.labels))
 
-    async def watching(self, work: Callable[..., T], *given: Any) -> T:
+    async def watching(self, work: Callable[..., Any], *given: Any) -> Any:
         """On the one thread that waits for the monitor's file, so that no answer does."""
         return await asyncio.wrap_future(self.monitoring.submit(work, *given))
 
@@ -228,7 +226,7 @@ def _routes(app: FastAPI, service: Service) -> None:
     @private.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         own = await service.watching(service.watch.render)
-        return Response(service.metrics.render() + own, media_type=CONTENT_TYPE)
+        return Response(service.metrics.render() + own, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @private.get("/v1/predictor", summary="The promise, the classes and the limits", response_model=Description)
     async def describe() -> Response:

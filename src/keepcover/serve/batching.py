@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from keepcover.prediction.predictor import Level
-from keepcover.serve.metrics import Metrics
+from keepcover.serve.observing import Metrics
 from keepcover.web.problems import Problem
 from keepcover.web.settings import Settings
 

@@ -163,19 +163,15 @@ def decode(
     size, bilinear = (width, height), Image.Resampling.BILINEAR
     with opened(content, name, max_work) as image:
         if image.size != size:
-            found = f"{name}: expected an image {width} wide and {height} high, got {image.size[0]} x {image.size[1]}"
+            odd = f"{name}: expected an image {width} wide and {height} high, got {image.size[0]} x {image.size[1]}"
             if resize == "refuse":
-                raise invalid(
-                    f"{found}; resize it as the calibration images were (resizing changes what epsilon means)"
-                )
+                raise invalid(f"{odd}; resize it as the calibration images were (resizing changes what epsilon means)")
             if image.size[0] * image.size[1] > max_pixels:
-                raise invalid(f"{found}; at most {max_pixels} pixels are resized")
+                raise invalid(f"{odd}; at most {max_pixels} pixels are resized")
         mode, clear = _MODES[channels].get(image.mode), "transparency" in image.info
         if mode is None or (channels != 4 and clear):
-            found = (
-                f"mode {image.mode}{' with transparency' if clear else ''}; convert it as the calibration images were"
-            )
-            raise invalid(f"{name}: expected {_COLOURS[channels]} with 8 bits per channel, got {found}")
+            odd = f"{name}: expected {_COLOURS[channels]} with 8 bits per channel, got mode {image.mode}"
+            raise invalid(f"{odd}{' with transparency' if clear else ''}; convert it as the calibration images were")
         image.load()
         plain = image.convert(mode)
         if plain.size != size:

@@ -26,11 +26,8 @@ from fastapi import FastAPI
 from prometheus_client.multiprocess import mark_process_dead
 
 from keepcover.errors import InputError
-from keepcover.serve import logs
 from keepcover.serve.app import Deployment, warm_up
-from keepcover.serve.limits import HEAD
-from keepcover.serve.logs import log
-from keepcover.serve.metrics import FOLDER
+from keepcover.serve.observing import FOLDER, HEAD, config, log
 from keepcover.web.server import Server, bind
 
 STARTUP_FAILURE = 3  # uvicorn's exit code for it: what failed at the first start would fail at every other
@@ -58,14 +55,14 @@ def run(
     """
     if workers < 1:
         raise InputError(f"expected at least 1 worker, got {workers}")
-    logging.config.dictConfig(logs.config(log_level))
+    logging.config.dictConfig(config(log_level))
     logging.captureWarnings(True)
     if deployment.threads is None:
         deployment = dataclasses.replace(deployment, threads=max(1, (os.cpu_count() or 1) // workers))
     options: dict[str, Any] = {
         "lifespan": "on",
         "loop": "asyncio",
-        "log_config": logs.config(log_level),
+        "log_config": config(log_level),
         "log_level": log_level,
         "h11_max_incomplete_event_size": 2 * HEAD,  # the application refuses at HEAD; this bounds what never ends
         "proxy_headers": trusted_proxies is not None,

@@ -15,6 +15,7 @@ import sqlite3
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from keepcover.errors import InputError
 from keepcover.monitoring import Monitor, monitor
 from keepcover.prediction.predictor import Level, Predictor
-from keepcover.serve.logs import log
+from keepcover.serve.observing import log
 from keepcover.web.problems import Problem, invalid
 from keepcover.web.settings import KIB, Settings
 
@@ -62,8 +63,7 @@ class Watch:
         self.name = predictor.digest
         self.key = hmac.digest((settings.ticket_key or "").encode(), self.name.encode(), "sha256")
         self._lock = threading.Lock()
-        self._noting = threading.Lock()  # never held for long: answers take it
-        self._new, self._written = list[tuple[int, ndarray]](), 0.0
+        self._new, self._written = deque[tuple[int, ndarray]](), 0.0  # a deque: answers add to it and wait for nothing
         path = settings.monitor_file
         try:
             self._file = sqlite3.connect(path or ":memory:", timeout=30, check_same_thread=False)
@@ -88,10 +88,7 @@ class Watch:
         head = HEAD.pack(expires, number, self.levels.index(level), len(sets))
         content = head + np.packbits(sets.mask.cpu().numpy(), axis=1).tobytes()
         content += b"" if group is None else group.numpy().astype(CODE).tobytes()
-        return base64.urlsafe_b64encode(content + self._seal(content)).decode()
-
-    def _seal(self, content: bytes) -> bytes:
-        return hmac.digest(self.key, content, "sha256")[:SEAL]
+        return base64.urlsafe_b64encode(content + hmac.digest(self.key, content, "sha256")[:SEAL]).decode()
 
     def _open(self, ticket: str) -> tuple[float, bytes, int, ndarray, ndarray]:
         try:
@@ -99,7 +96,7 @@ class Watch:
         except ValueError:
             raw = b""
         content, seal = raw[:-SEAL], raw[-SEAL:]
-        if not hmac.compare_digest(self._seal(content), seal):
+        if not hmac.compare_digest(hmac.digest(self.key, content, "sha256")[:SEAL], seal):
             raise invalid("expected a ticket of this service and of the predictor it serves now")
         expires, number, at, sets = HEAD.unpack(content[: HEAD.size])
         classes = self.predictor.classes
@@ -169,21 +166,19 @@ class Watch:
         if self.off:
             return False
         at, now = self.levels.index(level), time.monotonic()
-        with self._noting:
-            self._new.append((at, self.fresh[at].statistics(sets)))
-            due = now - self._written > PAUSE
-            self._written = now if due else self._written  # once: the next answers must not ask for it too
-            return due
+        self._new.append((at, self.fresh[at].statistics(sets)))
+        due = now - self._written > PAUSE
+        self._written = now if due else self._written  # once: the next answers must not ask for it too
+        return due
 
     def write(self) -> list[Monitor]:
         """Count the queries noted so far; the monitors as they then are."""
+        new = [self._new.popleft() for _ in range(len(self._new))]
 
         def count(monitors: list[Monitor]) -> None:
             for at in {at for at, _ in new}:
                 monitors[at].add_queries(np.concatenate([some for where, some in new if where == at]), now=self.clock())
 
-        with self._noting:
-            new, self._new = self._new, []
         return self._change(count)
 
     def _change(self, change: Callable[[list[Monitor]], None]) -> list[Monitor]:
@@ -191,9 +186,8 @@ class Watch:
         with self._lock, self._file:
             self._file.execute("BEGIN IMMEDIATE")
             row = self._file.execute("SELECT monitors FROM state WHERE name = ?", (self.name,)).fetchone()
-            monitors = [
-                Monitor.from_dict(one) for one in (json.loads(row[0]) if row else map(Monitor.to_dict, self.fresh))
-            ]
+            known = json.loads(row[0]) if row else map(Monitor.to_dict, self.fresh)
+            monitors = [Monitor.from_dict(one) for one in known]
             before = [set(one.alarms) for one in monitors]
             change(monitors)
             text = json.dumps([one.to_dict() for one in monitors])
