@@ -34,8 +34,7 @@ from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError
 from keepcover.explore.answers import Explorer
 from keepcover.explore.app import LIMITS, STATIC, create_app, run
-from keepcover.explore.attacking import attack_one
-from keepcover.explore.curves import Job
+from keepcover.explore.attacking import Job, attack_one
 from keepcover.explore.images import amplified, read_upload
 from keepcover.explore.lineup import Lineup, bars, nested, own_sets, radii
 from keepcover.explore.subject import Subject, own_subject, saved_subject

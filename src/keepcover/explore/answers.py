@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import keepcover
-from keepcover.explore.attacking import TITLES, attack_one, find_lost
-from keepcover.explore.curves import Curves
+from keepcover.explore.attacking import TITLES, Curves, attack_one, find_lost
 from keepcover.explore.images import Images, Shown, amplified, read_upload
 from keepcover.explore.lineup import Lineup, bars, nested, own_sets
 from keepcover.noise import get_norm

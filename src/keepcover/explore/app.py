@@ -55,11 +55,15 @@ class Guard:
             return await self.app(scope, receive, send)
         given = {name: value.decode("latin-1") for name, value in scope["headers"]}
         origin, host = given.get(b"origin"), given.get(b"host", "")
-        elsewhere = origin is not None and _part(origin, "netloc") != host
+        try:
+            elsewhere = origin is not None and urlsplit(origin).netloc != host
+            elsewhere |= self.hosts is not None and urlsplit(f"//{host}").hostname not in self.hosts
+        except ValueError:  # brackets that do not match
+            elsewhere = True
         # Where browsers send no origin they say whence; a link from elsewhere may lead to the page, and to nothing else.
         site = given.get(b"sec-fetch-site", "none")
         elsewhere |= site not in ("none", "same-origin") and scope["path"] != "/"
-        if elsewhere or (self.hosts is not None and _part(f"//{host}", "hostname") not in self.hosts):
+        if elsewhere:
             refusal = Problem("bad_request", "requests from pages of other sites are not answered")
             return await refusal.response()(scope, receive, send)
 
@@ -69,13 +73,6 @@ class Guard:
             await send(message)
 
         await self.app(scope, receive, with_headers)
-
-
-def _part(address: str, name: str) -> str | None:
-    try:
-        return getattr(urlsplit(address), name)
-    except ValueError:  # brackets that do not match
-        return None
 
 
 def create_app(explorer: Explorer, hosts: tuple[str, ...] | None = LOOPBACK) -> FastAPI:
