@@ -116,23 +116,21 @@ class Metrics:
 
     def __init__(self, classes: int | None) -> None:
         self.registry = CollectorRegistry()
-        own = {"namespace": "keepcover", "registry": self.registry}
+        own: dict[str, Any] = {"namespace": "keepcover", "registry": self.registry}
+        timed = {"buckets": SECONDS, **own}
         usual = (0, 1, 2, 3, 5, 10, 20, 50, 100, 200, 500)
         sizes = LENGTHS if classes is None else (*(size for size in usual if size < classes), classes)
         self.requests = Counter("requests", "Requests answered.", ("route", "status"), **own)
-        self.seconds = Histogram(
-            "request_seconds", "Seconds from the first byte to the answer.", ("route",), buckets=SECONDS, **own
-        )
+        self.seconds = Histogram("request_seconds", "Seconds from the first byte to the answer.", ("route",), **timed)
         self.refusals = Counter("refusals", "Requests refused, by reason.", ("code",), **own)
         self.accepted = Counter("accepted", "Requests that entered the queue.", **own)
         self.answered = Counter("answered", "Requests that left the queue with sets.", **own)
         self.queue = Gauge("queue_images", "Images waiting in the queue.", multiprocess_mode="livesum", **own)
         self.batch_images = Histogram("batch_images", "Images per call of the model.", buckets=IMAGES, **own)
-        self.batch_seconds = Histogram("batch_seconds", "Seconds per call of the model.", buckets=SECONDS, **own)
+        self.batch_seconds = Histogram("batch_seconds", "Seconds per call of the model.", **timed)
         self.draws = Counter("draws", "Noisy model evaluations spent on answers.", **own)
-        self.set_size = Histogram(
-            "set_size", "Size of prediction sets: labels, labels per pixel, or lengths.", buckets=sizes, **own
-        )
+        unit = "Size of prediction sets: labels, labels per pixel, or lengths."
+        self.set_size = Histogram("set_size", unit, buckets=sizes, **own)
         self.trivial = Counter("trivial_sets", "Sets that hold everything: true, but they say nothing.", **own)
 
     def sets(self, sizes: Sequence[float], draws: int, trivial: int) -> None:
@@ -174,9 +172,9 @@ class Observe:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = state["request_id"]
-                headers["cache-control"] = "no-store"  # the next answer to the same request is another draw
+                # Not to be kept: the next answer to the same request is another draw.
+                own = {"x-request-id": state["request_id"], "cache-control": "no-store"}
+                MutableHeaders(scope=message).update(own)
             await send(message)
 
         async def refuse(problem: Problem) -> None:

@@ -7,7 +7,6 @@ ever for a worker that hangs at its end, and its workers outlive a parent that i
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import ipaddress
 import logging.config
 import multiprocessing
@@ -19,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -58,7 +58,7 @@ def run(
     logging.config.dictConfig(config(log_level))
     logging.captureWarnings(True)
     if deployment.threads is None:
-        deployment = dataclasses.replace(deployment, threads=max(1, (os.cpu_count() or 1) // workers))
+        deployment = replace(deployment, threads=max(1, (os.cpu_count() or 1) // workers))
     options: dict[str, Any] = {
         "lifespan": "on",
         "loop": "asyncio",
@@ -78,12 +78,12 @@ def run(
         _announce(listener, deployment, workers)
         with tempfile.TemporaryDirectory(prefix="keepcover-") as folder:  # the parent never loads the model
             os.environ[FOLDER] = folder
-            if deployment.settings.monitor_file is None:
-                shared = dataclasses.replace(deployment.settings, monitor_file=f"{folder}/monitor.sqlite")
-                deployment = dataclasses.replace(deployment, settings=shared)
-            patience = 2 * deployment.settings.shutdown_timeout + 5
+            settings = replace(
+                deployment.settings, monitor_file=deployment.settings.monitor_file or f"{folder}/monitor.sqlite"
+            )
+            deployment, patience = replace(deployment, settings=settings), 2 * settings.shutdown_timeout + 5
             try:
-                return supervise(_worker, (deployment, listener, options), workers, patience, mark_process_dead)
+                return supervise(_worker, (deployment, listener, options), workers, patience)
             finally:
                 del os.environ[FOLDER]
 
@@ -129,25 +129,17 @@ def _worker(deployment: Deployment, listener: socket.socket, options: dict[str, 
 
 
 def _announce(listener: socket.socket, deployment: Deployment, workers: int) -> None:
-    host, port = listener.getsockname()[:2]
-    token = deployment.settings.token is not None
+    (host, port, *_), token = listener.getsockname(), deployment.settings.token is not None
+    exposed = not token and not ipaddress.ip_address(host).is_loopback
     fields = {"host": host, "port": port, "workers": workers, "token": token}
-    if token or ipaddress.ip_address(host).is_loopback:
-        log.info("serving", extra={"fields": fields})
-    else:
-        log.warning("serving, open to the network without a token", extra={"fields": fields})
+    tell, event = (log.warning, "serving, open to the network without a token") if exposed else (log.info, "serving")
+    tell(event, extra={"fields": fields})
 
 
 # -- several processes -------------------------------------------------------------------------------------------------
 
 
-def supervise(
-    target: Callable[..., None],
-    arguments: tuple[Any, ...],
-    workers: int,
-    patience: float,
-    ended: Callable[[int], object] = lambda _: None,
-) -> int:
+def supervise(target: Callable[..., None], arguments: tuple[Any, ...], workers: int, patience: float) -> int:
     """Run ``target`` in so many processes until SIGTERM or SIGINT, then end them and return the exit code.
 
     A worker that ends is replaced. When the first fails to start, or when several in a row end before one is ready, what
@@ -158,7 +150,6 @@ def supervise(
         arguments: values that pickle between parent and child, sockets included.
         workers: how many.
         patience: seconds between SIGTERM and SIGKILL for the workers.
-        ended: told the id of a worker that has ended.
     """
     context = multiprocessing.get_context("spawn")
     stop = threading.Event()
@@ -179,7 +170,7 @@ def supervise(
             if process.sentinel not in gone or stop.is_set():
                 continue
             process.join()
-            ended(process.pid)
+            mark_process_dead(process.pid)
             log.error("worker ended", extra={"fields": {"pid": process.pid, "code": process.exitcode}})
             failures += 1
             while reports.poll():
@@ -205,9 +196,7 @@ def supervise(
 
 def end_with_parent() -> None:
     """In a worker: end as if by SIGTERM when the parent is gone, however it went."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
+    parent: Any = multiprocessing.parent_process()
 
     def watch() -> None:
         wait([parent.sentinel])
