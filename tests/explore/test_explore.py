@@ -666,7 +666,7 @@ def test_a_black_box_is_attacked_by_queries() -> None:
 def test_outputs_without_a_name_get_one_and_odd_channels_are_refused() -> None:
     data = toy_data()
     few = type(data)("few", data.images[data.labels < 2], data.labels[data.labels < 2], NAMES[:2])
-    assert own_subject(toy_model(), few, SIGMA).class_names == ("circle", "square", "class 2", "class 3")
+    assert own_subject(toy_model(), few, SIGMA).gallery.class_names == ("circle", "square", "class 2", "class 3")
     with pytest.raises(InputError, match="between 0 and 1"):
         own_subject(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2)), data, SIGMA)
     two = type(data)("two", data.images.expand(-1, 2, -1, -1), data.labels, NAMES)
@@ -810,7 +810,7 @@ def test_a_busy_port_is_said(capsys: pytest.CaptureFixture[str], explorer: Explo
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(InputError, match="choose another --host or --port"):
-            run(explorer, port=taken.getsockname()[1], open_page=False, tell=lambda _: None)
+            run(explorer, host="127.0.0.1", port=taken.getsockname()[1], open_page=False, tell=lambda _: None)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class Explorer:
         return {
             "version": keepcover.__version__,
             "name": subject.name,
-            "class_names": list(subject.class_names),
+            "class_names": list(subject.gallery.class_names),
             "shape": list(subject.shape),
             "noise": str(subject.noise),
             "norm": get_norm(subject.norm).short,
@@ -122,7 +122,7 @@ class Explorer:
 
     def attack(self, image: str, alpha: float, draws: int, epsilon: float, label: int | None = None) -> dict[str, Any]:
         """Every attack at this epsilon; the label is the one given, the image's own, or what the model predicts."""
-        shown, classes = self.images.get(image), len(self.subject.class_names)
+        shown, classes = self.images.get(image), len(self.subject.gallery.class_names)
         if label is not None and not 0 <= label < classes:
             raise invalid(f"expected a label between 0 and {classes - 1}, got {label}")
         source = "the label you chose"

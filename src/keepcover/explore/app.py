@@ -170,14 +170,7 @@ def _routes(app: FastAPI, explorer: Explorer) -> None:
 # -- the server --------------------------------------------------------------------------------------------------------
 
 
-def run(
-    explorer: Explorer,
-    *,
-    tell: Callable[[str], None],
-    host: str = "127.0.0.1",
-    port: int = 7860,
-    open_page: bool = True,
-) -> None:
+def run(explorer: Explorer, *, tell: Callable[[str], None], host: str, port: int, open_page: bool) -> None:
     """Show the page until interrupted. Port 0 takes a free one; ``tell`` is told the address once it answers."""
     with bind(host, port) as listener:
         bound, number = listener.getsockname()[:2]

@@ -23,7 +23,7 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _COLOURS = {"L": "greyscale", "RGB": "colour", "RGBA": "colour with transparency"}
 
 
-def read_upload(content: bytes, shape: tuple[int, int, int], invert: bool = False) -> tuple[Tensor, list[str]]:
+def read_upload(content: bytes, shape: tuple[int, ...], invert: bool = False) -> tuple[Tensor, list[str]]:
     """A file as float32 [1, c, h, w] in [0, 1], and what was done to make it fit, in words.
 
     Size and frames are checked on the header, before a pixel is decoded. A file that is no image is refused (422).
@@ -49,7 +49,7 @@ def read_upload(content: bytes, shape: tuple[int, int, int], invert: bool = Fals
     return pixels, notices
 
 
-def _fit(image: Image.Image, shape: tuple[int, int, int], notices: list[str]) -> Image.Image:
+def _fit(image: Image.Image, shape: tuple[int, ...], notices: list[str]) -> Image.Image:
     channels, height, width = shape
     mode = _MODES[channels]
     if image.mode.startswith(("I", "F")):  # 16 bits and more: the decoder's own scale, brought to 8 bits

@@ -62,14 +62,9 @@ class Subject:
         return self.smoother.noise
 
     @property
-    def class_names(self) -> tuple[str, ...]:
-        return self.gallery.class_names
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Channels, height, width."""
-        channels, height, width = self.gallery.images.shape[1:]
-        return channels, height, width
+        return tuple(self.gallery.images.shape[1:])
 
     @property
     def clip(self) -> tuple[float, float] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -35,14 +36,13 @@ class Reader:
 
     def __init__(self, predictor: Predictor, shape: tuple[int, ...], settings: Settings) -> None:
         self.predictor, self.shape, self.settings = predictor, shape, settings
-        alphas, epsilons = (list(dict.fromkeys(values)) for values in zip(*predictor.levels, strict=True))
         self.promises = {level: predictor.at(*level).guarantee for level in predictor.levels}
         seen = predictor.inputs
         self.tokens = (int(seen.low), int(seen.high)) if seen is not None and seen.tokens else None
         clause = predictor.rule.asked.promise.groups
         self.groups = None if clause is None else {str(name): name for name in clause.per}
         self.names = FIELDS if clause is None else GROUPED
-        self.model = request_model(shape, settings.max_images, alphas, epsilons, self.tokens, clause is not None)
+        self.model = request_model(shape, settings.max_images, predictor.levels, self.tokens, clause is not None)
         self.pool = ReadingPool(settings.max_queue)
 
     async def receive(self, request: Request) -> Callable[[], Query]:
@@ -99,10 +99,10 @@ class Reader:
         return files
 
     def _decode(self, files: list[tuple[str, bytes]], level: Level, groups: Groups) -> Query:
-        (channels, height, width), most = self.shape, self.settings.max_pixels
+        most, own = self.settings.max_pixels, math.prod(self.shape[1:])
         # The files of one request share its work; one of exactly the model's size may always have its passes.
-        how = (self.settings.resize, most, PASSES * max(most // len(files), height * width))
-        arrays = [decode(content, (channels, height, width), name, *how) for name, content in files]
+        how = (self.settings.resize, most, PASSES * max(most // len(files), own))
+        arrays = [decode(content, self.shape, name, *how) for name, content in files]
         return Query(torch.from_numpy(np.stack(arrays)), level, groups)
 
     def openapi(self) -> dict[str, Any]:
@@ -139,13 +139,13 @@ def takes_files(shape: tuple[int, ...]) -> bool:
 
 def decode(
     content: bytes,
-    shape: tuple[int, int, int],
+    shape: tuple[int, ...],
     name: str,
     resize: str = "refuse",
     max_pixels: int = 2**24,
-    max_work: int = PASSES * 2**24,
+    work: int = 2**28,
 ) -> Float[np.ndarray, "c h w"]:
-    """Decode one file to float32 ``[c, h, w]``, or raise a 422 that says what is wrong with it.
+    """Decode one file to float32 ``[c, h, w]``, or raise a 422 that says what is wrong with it, or that it is too much work.
 
     EXIF orientation is not applied. JPEG is lossy: epsilon is a distance between decoded pixels.
 
@@ -161,7 +161,7 @@ def decode(
             content = content.replace(kind, bytes(len(kind)))
     channels, height, width = shape
     size, bilinear = (width, height), Image.Resampling.BILINEAR
-    with opened(content, name, max_work) as image:
+    with opened(content, name, work) as image:
         if image.size != size:
             odd = f"{name}: expected an image {width} wide and {height} high, got {image.size[0]} x {image.size[1]}"
             if resize == "refuse":

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema, create_model
 from pydantic_core import ErrorDetails
 
+from keepcover.prediction.predictor import Level
 from keepcover.web.problems import STATUS, Problem, invalid
 from keepcover.web.settings import Settings
 
@@ -182,18 +183,13 @@ class Refusal(BaseModel):
 
 
 def request_model(
-    shape: tuple[int, ...],
-    max_images: int,
-    alphas: list[float],
-    epsilons: list[float],
-    tokens: tuple[int, int] | None = None,
-    grouped: bool = False,
+    shape: tuple[int, ...], max_images: int, levels: Collection[Level], tokens: Any = None, grouped: bool = False
 ) -> type[BaseModel]:
     """The JSON request for images of one shape: nested lists of exactly that shape, finite numbers in [0, 1]; or whole numbers
-    in the range of the tokens that were calibrated on. Where the promise is per group, every image has one.
+    from the first to the last of the ``tokens`` that were calibrated on. Where the promise is per group, every image has one.
 
     Example:
-        >>> model = request_model((1, 1, 2), 4, [0.1], [0.5])
+        >>> model = request_model((1, 1, 2), 4, [(0.1, 0.5)])
         >>> model.model_validate_json('{"images": [[[[0, 0.5]]]]}').images
         [[[[0.0, 0.5]]]]
     """
@@ -203,8 +199,9 @@ def request_model(
     for size in reversed(shape):
         image = Annotated[list[image], Field(min_length=size, max_length=size), FailFast()]
 
-    def level(values: list[float]) -> Any:
-        schema = {"anyOf": [{"type": "number", "enum": values}, {"type": "null"}], "default": None}
+    def level(values: Sequence[float]) -> Any:
+        listed = {"type": "number", "enum": list(dict.fromkeys(values))}
+        schema = {"anyOf": [listed, {"type": "null"}], "default": None}
         return Annotated[float | None, Field(strict=True), WithJsonSchema(schema)]
 
     images: Any = Annotated[list[image], Field(min_length=1, max_length=max_images), FailFast()]
@@ -215,8 +212,8 @@ def request_model(
         "PredictRequest",
         __config__=ConfigDict(extra="forbid", json_schema_extra={"description": "Images as nested lists of numbers."}),
         images=(images, ...),
-        alpha=(level(alphas), None),
-        epsilon=(level(epsilons), None),
+        alpha=(level([alpha for alpha, _ in levels]), None),
+        epsilon=(level([epsilon for _, epsilon in levels]), None),
         **groups,
     )
 

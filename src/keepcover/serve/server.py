@@ -35,13 +35,7 @@ ATTEMPTS = 3
 
 
 def run(
-    deployment: Deployment,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    workers: int = 1,
-    trusted_proxies: str | None = None,
-    log_level: str = "info",
+    deployment: Deployment, *, host: str, port: int, workers: int, trusted_proxies: str | None, log_level: str
 ) -> int:
     """Serve until SIGTERM or SIGINT, answer what was accepted, and return the exit code.
 
@@ -49,8 +43,8 @@ def run(
         deployment: what to serve.
         host, port: where; port 0 takes a free one and logs it.
         workers: processes that share the port, each with its own model and queue.
-        trusted_proxies: addresses and networks whose ``X-Forwarded-For`` is believed, comma separated; none by
-            default. The client is the last address in it that is not one of these.
+        trusted_proxies: addresses and networks whose ``X-Forwarded-For`` is believed, comma separated. The client is the
+            last address in it that is not one of these.
         log_level: debug, info, warning or error.
     """
     if workers < 1:
@@ -78,10 +72,9 @@ def run(
         _announce(listener, deployment, workers)
         with tempfile.TemporaryDirectory(prefix="keepcover-") as folder:  # the parent never loads the model
             os.environ[FOLDER] = folder
-            settings = replace(
-                deployment.settings, monitor_file=deployment.settings.monitor_file or f"{folder}/monitor.sqlite"
-            )
-            deployment, patience = replace(deployment, settings=settings), 2 * settings.shutdown_timeout + 5
+            own = deployment.settings
+            settings = replace(own, monitor_file=own.monitor_file or f"{folder}/monitor.sqlite")
+            deployment, patience = replace(deployment, settings=settings), 2 * own.shutdown_timeout + 5
             try:
                 return supervise(_worker, (deployment, listener, options), workers, patience)
             finally:

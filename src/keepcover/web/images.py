@@ -33,7 +33,7 @@ class _Metered(io.BytesIO):
         return super().read(size)
 
 
-def values(image: Image.Image, shape: tuple[int, int, int]) -> Float[np.ndarray, "c h w"]:
+def values(image: Image.Image, shape: tuple[int, ...]) -> Float[np.ndarray, "c h w"]:
     """The pixels of a decoded image in [0, 1], channels first."""
     channels, height, width = shape
     pixels = np.asarray(image, dtype=np.uint8).reshape(height, width, channels)
