@@ -69,7 +69,9 @@ class Guard:
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
+                headers = MutableHeaders(scope=message)
+                headers.update(HEADERS)
+                headers.setdefault("cache-control", "no-cache")
             await send(message)
 
         await self.app(scope, receive, with_headers)
@@ -107,10 +109,6 @@ async def _fail(_: Request, error: Exception) -> Response:
     return Problem("internal", f"something went wrong here ({type(error).__name__}); the terminal says more").response()
 
 
-def _answer(value: Any) -> Response:
-    return JSONResponse(value, headers={"cache-control": "no-store"})
-
-
 def _question(app: FastAPI, explorer: Explorer, path: str, answer: Callable[..., dict[str, Any]]) -> None:
     """A POST, because answers may start a computation and stop another: no address that a link could hold. The fields of a
     question are the parameters of what answers it.
@@ -125,7 +123,7 @@ def _question(app: FastAPI, explorer: Explorer, path: str, answer: Callable[...,
     async def question(request: Request) -> Response:
         asked = (await json_of(request, model, MAX_QUESTION)).model_dump()
         explorer.check(asked)
-        return _answer(await run_in_threadpool(answer, **asked))
+        return JSONResponse(await run_in_threadpool(answer, **asked))
 
 
 def _routes(app: FastAPI, explorer: Explorer) -> None:
@@ -133,18 +131,17 @@ def _routes(app: FastAPI, explorer: Explorer) -> None:
 
     @app.get("/")
     async def page() -> Response:
-        return FileResponse(STATIC / "index.html", headers={"cache-control": "no-cache"})
+        return FileResponse(STATIC / "index.html")
 
     @app.get("/static/{name}")
     async def file(name: str) -> Response:
         if name not in files:
             raise Problem("not_found", "no such file")
-        kind = TYPES[files[name].suffix]
-        return FileResponse(files[name], media_type=kind, headers={"cache-control": "no-cache"})
+        return FileResponse(files[name], media_type=TYPES[files[name].suffix])
 
     @app.get("/api/subject")
     async def subject() -> Response:
-        return _answer(await run_in_threadpool(explorer.describe))
+        return JSONResponse(await run_in_threadpool(explorer.describe))
 
     @app.get("/api/images/{name}.png")
     async def image(name: str) -> Response:
@@ -153,7 +150,7 @@ def _routes(app: FastAPI, explorer: Explorer) -> None:
 
     @app.get("/api/progress")
     async def progress() -> Response:
-        return _answer(explorer.lineup.progress)
+        return JSONResponse(explorer.lineup.progress)
 
     @app.post("/api/uploads")
     async def upload(request: Request) -> Response:
@@ -164,7 +161,7 @@ def _routes(app: FastAPI, explorer: Explorer) -> None:
             if not isinstance(file, UploadFile):
                 raise invalid("expected an image file in the form field file")
             content = await file.read()
-        return _answer(await run_in_threadpool(explorer.upload, content, invert == "yes"))
+        return JSONResponse(await run_in_threadpool(explorer.upload, content, invert == "yes"))
 
 
 # -- the server --------------------------------------------------------------------------------------------------------

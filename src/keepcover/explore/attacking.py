@@ -89,12 +89,10 @@ def find_lost(lineup: Lineup, alpha: float, draws: int, epsilon: float, after: i
     """
     gallery, first, tried = lineup.subject.gallery, lineup.contenders[0], 0
     for part in torch.arange(len(gallery)).roll(-(after + 1)).split(16):
-        images, labels = gallery.images[part], gallery.labels[part]
+        images, labels = gallery[part].pair
         attacked = craft(lineup, "plain", images, labels, part, epsilon)
-        clean, hit = (
-            lineup.sets(first.key, alpha, draws, some, part, epsilon)[-1].gather(1, labels[:, None])[:, 0]
-            for some in (images, attacked)
-        )
+        masks = [lineup.sets(first.key, alpha, draws, some, part, epsilon)[-1] for some in (images, attacked)]
+        clean, hit = (mask.gather(1, labels[:, None])[:, 0] for mask in masks)
         lost = (clean & ~hit).nonzero()[:, 0]
         if len(lost):
             return {"index": int(part[lost[0]]), "tried": tried + int(lost[0]) + 1}

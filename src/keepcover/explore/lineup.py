@@ -137,10 +137,8 @@ class Lineup:
                     self._made[place] = self._calibrate(contender, contender.method, alpha, place[2])
         return self._made[place]
 
-    def sets(
-        self, key: str, alpha: float, draws: int, images: Tensor, ids: Tensor, upto: float
-    ) -> Bool[Tensor, "e n k"]:
-        """The nested sets of a method for images, one per epsilon of the slider up to the last one asked for."""
+    def sets(self, key: str, alpha: float, draws: int, images: Tensor, ids: Tensor, upto: float) -> Tensor:
+        """The nested sets [e, n, k] of a method for images, one per epsilon of the slider up to the last one asked for."""
         epsilons = [epsilon for epsilon in self.epsilons if epsilon <= upto]
         return nested(own_sets(self.predictor(key, alpha, draws), images, ids, alpha, epsilons, self.stream))
 

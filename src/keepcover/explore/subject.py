@@ -99,9 +99,8 @@ def own_subject(
     """A model and data of the user's: the data are split into holdout, calibration points and gallery."""
     parts = _split(data, calibration, gallery, seed)
     if parts is None:
-        raise InputError(
-            f"expected at least {LEAST} labelled images, for a holdout, calibration points and a gallery, got {len(data)}"
-        )
+        purpose = "for a holdout, calibration points and a gallery"
+        raise InputError(f"expected at least {LEAST} labelled images, {purpose}, got {len(data)}")
     held, points, shown = parts
     smoother, task = Smoother(model, noise, device=device), Classification(score)
     added = smoother.noise
@@ -146,9 +145,8 @@ def saved_subject(
 def refuse_groups(promise: Promise) -> None:
     """An image on the page, or one that is dropped on it, has no group."""
     if promise.groups is not None:
-        raise InputError(
-            "the promise is per group, and images on the page have none; the explorer shows promises that are not per group"
-        )
+        why = "the promise is per group, and images on the page have none"
+        raise InputError(f"{why}; the explorer shows promises that are not per group")
 
 
 def _split(

@@ -45,10 +45,9 @@ def image_shape(predictor: Predictor, settings: Settings) -> tuple[int, ...]:
     if given is not None and known != given:
         raise InputError(f"the predictor was calibrated on images of shape {known}, not {given}; leave the shape out")
     if seen is not None and not seen.tokens and (seen.low < 0 or seen.high > 1):
-        raise InputError(
-            f"the service takes values in [0, 1], this predictor was calibrated on [{seen.low:.3g}, {seen.high:.3g}]; scale the "
-            "inputs inside the model and calibrate again"
-        )
+        found = f"this predictor was calibrated on [{seen.low:.3g}, {seen.high:.3g}]"
+        what_to_do = "scale the inputs inside the model and calibrate again"
+        raise InputError(f"the service takes values in [0, 1], {found}; {what_to_do}")
     if known is None:
         raise InputError("this predictor's file does not say the shape of its images; give it, for instance 3x32x32")
     return known

@@ -26,8 +26,6 @@ from keepcover.web.problems import Problem
 from keepcover.web.settings import Settings
 
 Groups = Sequence[str | int] | None
-# Images [n, ...], a level and the groups of the images -> n sets, which can be sliced.
-Predict = Callable[[Tensor, Level, Groups], Any]
 
 
 @dataclass(eq=False)
@@ -47,13 +45,14 @@ class Batcher:
     """A bounded queue in front of one thread that runs the model.
 
     Args:
-        predict: called on that thread only, never twice at once.
+        predict: images [n, ...], a level and the groups of the images -> n sets, which can be sliced; called on that
+            thread only, never twice at once.
         settings: images per call (a larger query is a call of its own), seconds that a batch waits to be filled, and
             images that may wait.
         metrics: told what is accepted and answered, what waits, and every call.
     """
 
-    def __init__(self, predict: Predict, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, predict: Callable[[Tensor, Level, Groups], Any], settings: Settings, metrics: Metrics) -> None:
         self.predict, self.settings, self.metrics = predict, settings, metrics
         self.waiting = 0  # images
         self.stopping = False
@@ -98,10 +97,9 @@ class Batcher:
             raise Problem("stopping", "the service is shutting down; ask another replica", retry_after=1.0)
         most = self.settings.max_queue
         if self.waiting + images > most:
-            full = (
-                f"{self.waiting} images are waiting and {images} more do not fit the queue of {most}; try again later"
-            )
-            raise Problem("overloaded", full, retry_after=self.waiting * self._seconds_per_image)
+            full = f"{self.waiting} images are waiting and {images} more do not fit the queue of {most}"
+            later = self.waiting * self._seconds_per_image
+            raise Problem("overloaded", f"{full}; try again later", retry_after=later)
 
     async def answer(self, query: Query) -> Any:
         """The sets of a query for which there is room; cancelled, it gives its place in the queue back."""

@@ -90,14 +90,8 @@ class Answer(BaseModel):
     ticket: str | None = Field(description="Send it to /v1/outcomes with the true labels, once they are known.")
 
 
-SETS: dict[str, Any] = {
-    "classification": Set,
-    "multilabel": Set,
-    "regression": Intervals,
-    "segmentation": Scene,
-    "loss": Parameter,
-}
-"""How the sets of every task are sent; of others, as they give their rows."""
+# How the sets of every task are sent; of others, as they give their rows.
+SETS = {"classification": Set, "multilabel": Set, "regression": Intervals, "segmentation": Scene, "loss": Parameter}
 
 
 def answer_model(task: str) -> type[BaseModel]:

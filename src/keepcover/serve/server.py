@@ -87,16 +87,13 @@ def _proxies(given: str | None) -> str | None:
         with contextlib.suppress(ValueError):
             if ipaddress.ip_network(part.strip()).prefixlen:
                 continue
-        raise InputError(
-            f"expected --trusted-proxies as addresses or networks like 10.0.0.5,10.1.0.0/16, got {part.strip()!r}; if every "
-            "address is trusted, a client can pretend to be any other"
-        )
+        expected = "expected --trusted-proxies as addresses or networks like 10.0.0.5,10.1.0.0/16"
+        why = "if every address is trusted, a client can pretend to be any other"
+        raise InputError(f"{expected}, got {part.strip()!r}; {why}")
     return given
 
 
-def _serve(
-    app: FastAPI, listener: socket.socket, options: dict[str, Any], announce: Callable[[], object] = lambda: None
-) -> int:
+def _serve(app: FastAPI, listener: socket.socket, options: dict[str, Any], announce: Any = lambda: None) -> int:
     # uvicorn raises the signal again once it has shut down; by then nothing is left to end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)

@@ -36,12 +36,10 @@ class Problem(Exception):  # noqa: N818, it is the client's
         (503, {'retry-after': '1'})
     """
 
-    def __init__(
-        self, code: str, message: str, retry_after: float | None = None, headers: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, code: str, message: str, retry_after: float | None = None, headers: Any = None) -> None:
         super().__init__(message)
         self.code, self.message, self.status = code, message, STATUS[code]
-        self.headers = dict(headers or {})
+        self.headers: dict[str, str] = dict(headers or {})
         if retry_after is not None:
             self.headers["retry-after"] = str(max(1, math.ceil(retry_after)))
 
@@ -53,7 +51,7 @@ class Problem(Exception):  # noqa: N818, it is the client's
         if not isinstance(error, HTTPException):
             return invalid(str(error))
         code = next((code for code, status in STATUS.items() if status == error.status_code), "bad_request")
-        return cls(code, str(error.detail), headers=dict(error.headers or {}))
+        return cls(code, str(error.detail), headers=error.headers)
 
     def response(self, **more: Any) -> JSONResponse:
         """The refusal as it is sent."""
