@@ -45,7 +45,9 @@ log = logging.getLogger("keepcover.explore")
 
 
 class Guard:
-    """ASGI middleware: sends the headers above, and refuses what another site's page asks, by its origin or its name."""
+    """ASGI middleware: sends the headers above, answers refusals, and refuses what another site's page asks, by its origin or
+    its name.
+    """
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...] | None) -> None:
         self.app, self.hosts = app, hosts
@@ -63,9 +65,6 @@ class Guard:
         # Where browsers send no origin they say whence; a link from elsewhere may lead to the page, and to nothing else.
         site = given.get(b"sec-fetch-site", "none")
         elsewhere |= site not in ("none", "same-origin") and scope["path"] != "/"
-        if elsewhere:
-            refusal = Problem("bad_request", "requests from pages of other sites are not answered")
-            return await refusal.response()(scope, receive, send)
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -74,7 +73,12 @@ class Guard:
                 headers.setdefault("cache-control", "no-cache")
             await send(message)
 
-        await self.app(scope, receive, with_headers)
+        try:
+            if elsewhere:
+                raise Problem("bad_request", "requests from pages of other sites are not answered")
+            await self.app(scope, receive, with_headers)
+        except (Problem, InputError) as error:
+            await Problem.of(error).response()(scope, receive, with_headers)
 
 
 def create_app(explorer: Explorer, hosts: tuple[str, ...] | None = LOOPBACK) -> FastAPI:
@@ -90,19 +94,14 @@ def create_app(explorer: Explorer, hosts: tuple[str, ...] | None = LOOPBACK) -> 
         yield
         explorer.curves.stop()
 
-    app = bare_app("keepcover explorer", LIMITS, lifespan, _refuse)
+    app = bare_app("keepcover explorer", LIMITS, lifespan)
     app.add_middleware(Guard, hosts=hosts)
-    app.add_exception_handler(InputError, _refuse)
     app.add_exception_handler(Exception, _fail)
     _routes(app, explorer)
     answers = {"sets": explorer.sets, "curves": explorer.curves.ask, "attack": explorer.attack, "find": explorer.find}
     for name, answer in answers.items():
         _question(app, explorer, name, answer)
     return app
-
-
-async def _refuse(_: Request, error: Exception) -> Response:
-    return Problem.of(error).response()
 
 
 async def _fail(_: Request, error: Exception) -> Response:

@@ -84,7 +84,7 @@ class Lineup:
         self.watch: Callable[..., None] | None = None  # told the same when it changes
         self.smoothers = {noisy: self._smoother(subject.noise if noisy else Gaussian(0.0)) for noisy in (True, False)}
         self._made: dict[tuple[str, float, int], Predictor] = {}
-        self._notes: list[str] = list(subject.notes)
+        self.notes = dict.fromkeys(subject.notes)  # and what calibration warned about, said once
         self._making = threading.Lock()
         listed, saved = [one for one in (VANILLA, RSCP_PLUS, EXACT) if self._fits(one)], subject.saved
         if saved is None:
@@ -113,11 +113,6 @@ class Lineup:
         own, look = self.subject.smoother, self._advance if noise.certifies else None
         how = {name: getattr(own, name) for name in ("device", "autocast", "channels_last", "compile")}
         return RememberingSmoother(own.model, noise, lock=self.lock, memory=MEMORY, look=look, progress=False, **how)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What calibration warned about, said once."""
-        return tuple(dict.fromkeys(self._notes))
 
     @property
     def default(self) -> tuple[float, int]:
@@ -171,7 +166,7 @@ class Lineup:
                 for warning in caught:  # all but full sets, which show on the page
                     text = str(warning.message)
                     if issubclass(warning.category, KeepcoverWarning) and "can only return everything" not in text:
-                        self._notes.append(f"{text[:1].upper()}{text[1:]}.")
+                        self.notes[f"{text[:1].upper()}{text[1:]}."] = None
 
     def _advance(self, rows: int) -> None:
         if self.progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -177,9 +178,8 @@ def _fit_to(smoother: Smoother, shown: Labelled) -> tuple[Labelled, bool]:
     check_labels(shown.labels, len(shown), outputs)
     names = tuple(shown.class_names[k] if k < len(shown.class_names) else f"class {k}" for k in range(outputs))
     noisy = NoisyModel(smoother.model, 0.0, 1, Stream(0, "attack"))
-    try:
-        pgd(noisy, shown.images[:1], shown.labels[:1], 0.1, steps=1, device=smoother.device, progress=False)
+    gradients = False
+    with suppress(InputError, RuntimeError):  # a black box: attacks will go by queries alone
+        pgd(noisy, *shown[:1].pair, 0.1, steps=1, device=smoother.device, progress=False)
         gradients = True
-    except (InputError, RuntimeError):  # a black box: attacks will go by queries alone
-        gradients = False
     return replace(shown, class_names=names), gradients

@@ -181,17 +181,11 @@ def create_app(predictor: Predictor, settings: Settings | None = None) -> FastAP
         counts = {name: service.metrics.own(f"{name}_total") for name in ("accepted", "answered")}
         log.log(logging.INFO if free else logging.ERROR, "drained" if free else "model hangs", extra={"fields": counts})
 
-    app = bare_app("keepcover", settings, lifespan, _refuse, ABOUT)
+    app = bare_app("keepcover", settings, lifespan, ABOUT)
     app.add_middleware(Observe, metrics=service.metrics)  # added last, so it is outermost
     app.state.service = service
     _routes(app, service)
     return app
-
-
-async def _refuse(request: Request, error: Exception) -> Response:
-    problem = Problem.of(error)
-    request.state.code = problem.code
-    return problem.response(request_id=request.state.request_id)
 
 
 def _refusals(*codes: str) -> dict[int | str, dict[str, Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -78,17 +78,20 @@ class Protocol(H11Protocol):
         self._watch = self.loop.call_later(self.idle, self._look)
 
 
-def bare_app(title: str, settings: Settings, lifespan: Any, refuse: Any, description: str = "") -> FastAPI:
+def bare_app(title: str, settings: Settings, lifespan: Any, description: str = "") -> FastAPI:
     """An application with limits on bodies, without redirects and FastAPI's own pages, which load scripts from elsewhere.
 
-    ``refuse`` answers a :class:`Problem` and what the web framework itself refuses.
+    What it refuses, and what the web framework itself refuses, is raised as a :class:`Problem`: a layer around it answers.
     """
     about = {"title": title, "version": keepcover.__version__, "description": description}
     app = FastAPI(**about, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(BodyLimit, settings=settings)
-    for kind in (Problem, HTTPException):
-        app.add_exception_handler(kind, refuse)
+    app.add_exception_handler(HTTPException, _refuse)
     return app
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    raise Problem.of(error)
 
 
 class Server(uvicorn.Server):
