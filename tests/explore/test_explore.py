@@ -45,7 +45,7 @@ from keepcover.pages.plots import pixels as as_png
 from keepcover.prediction.artifact import load
 from keepcover.prediction.calibration import calibrate
 from keepcover.promises import Promise
-from keepcover.web.problems import Problem
+from keepcover.web.requests import Problem
 
 from .exploring import EPSILONS, NAMES, SIGMA, toy_data, toy_explorer, toy_model, toy_subject
 

@@ -25,7 +25,7 @@ from keepcover.prediction.predictor import Predictor
 from keepcover.serve import Settings, create_app
 from keepcover.serve.limits import THREADS, Bearer, RepeatLimit
 from keepcover.serve.observing import HEAD, Seldom
-from keepcover.web.problems import Problem
+from keepcover.web.requests import Problem
 from keepcover.web.server import BACKLOG, Protocol, bind, most_connections
 
 from .client import IMAGES, TOKEN, Gate, ask, client, refused

@@ -13,7 +13,7 @@ from keepcover.explore.images import Images, Shown, amplified, read_upload
 from keepcover.explore.lineup import Lineup, bars, nested, own_sets
 from keepcover.noise import get_norm
 from keepcover.pages.plots import data_uri
-from keepcover.web.problems import invalid
+from keepcover.web.requests import invalid
 
 NO_PROMISE = (
     "No promise for this image: it does not come from where the calibration points come from. The set is what the method "

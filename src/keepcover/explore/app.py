@@ -25,8 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from keepcover.errors import InputError
 from keepcover.explore.answers import Explorer
 from keepcover.pages.plots import pixels
-from keepcover.web.bodies import form_of, json_of, media_type
-from keepcover.web.problems import Problem, invalid
+from keepcover.web.requests import Problem, form_of, invalid, json_of, media_type
 from keepcover.web.server import Server, bare_app, bind
 from keepcover.web.settings import Settings
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from keepcover.data import Labelled
 from keepcover.web.images import PASSES, opened, values
-from keepcover.web.problems import Problem, invalid
+from keepcover.web.requests import Problem, invalid
 
 KEPT = 64  # uploads
 MAX_PIXELS = 2**24

@@ -102,7 +102,6 @@ def own_subject(
     if parts is None:
         purpose = "for a holdout, calibration points and a gallery"
         raise InputError(f"expected at least {LEAST} labelled images, {purpose}, got {len(data)}")
-    held, points, shown = parts
     smoother, task = Smoother(model, noise, device=device), Classification(score)
     added = smoother.noise
     norm = added.check_norm(norm)
@@ -110,8 +109,7 @@ def own_subject(
         if not isinstance(added, Gaussian) or norm != "l2":
             raise InputError(f"expected --epsilon, the largest radius on show, in {norm}; 1.5 sigma is for L2 alone")
         reach = REACH * added.sigma
-    shown, gradients = _fit_to(smoother, shown)
-    return Subject(data.name, smoother, shown, held, points, task=task, norm=norm, reach=reach, gradients=gradients)
+    return _subject(data.name, smoother, *parts, task=task, norm=norm, reach=reach)
 
 
 def saved_subject(
@@ -121,9 +119,8 @@ def saved_subject(
 
     Vanilla CP and RSCP+ are calibrated beside it on part of the data where there are enough of them.
     """
-    smoother, certifies = predictor.running, predictor.noise.certifies
     refuse_groups(predictor.rule.asked.promise)
-    least_alpha = min(alpha for alpha, _ in predictor.levels)
+    certifies, least_alpha = predictor.noise.certifies, min(alpha for alpha, _ in predictor.levels)
     notes = ["The predictor was calibrated elsewhere; the images here must not have been among its calibration points."]
     parts = _split(data, calibration, gallery, seed)
     if parts is not None and certifies and len(parts[1]) * (least_alpha - 0.002) >= 1:
@@ -135,12 +132,12 @@ def saved_subject(
         notes.append(f"It stands alone: {few if certifies else 'it adds no noise for the others to use'}.")
     if predictor.class_names is not None:
         shown = replace(shown, class_names=predictor.class_names)
-    shown, gradients = _fit_to(smoother, shown)
-    if len(shown.class_names) != predictor.classes:
-        raise InputError(f"the predictor has {predictor.classes} classes, the model {len(shown.class_names)}")
     norm = str(predictor.rule.asked.threat.norm)
-    own: dict[str, Any] = {"saved": predictor, "task": predictor.task, "notes": tuple(notes), "norm": norm}
-    return Subject(data.name, smoother, shown, held, points, gradients=gradients, **own)
+    own = {"saved": predictor, "task": predictor.task, "notes": tuple(notes), "norm": norm}
+    subject = _subject(data.name, predictor.running, held, points, shown, **own)
+    if (outputs := len(subject.gallery.class_names)) != predictor.classes:
+        raise InputError(f"the predictor has {predictor.classes} classes, the model {outputs}")
+    return subject
 
 
 def refuse_groups(promise: Promise) -> None:
@@ -168,8 +165,10 @@ def _split(
     return holdout, points, rest[: gallery or GALLERY]
 
 
-def _fit_to(smoother: Smoother, shown: Labelled) -> tuple[Labelled, bool]:
-    """The gallery with a name for every output of the model, and whether gradients pass through it."""
+def _subject(
+    name: str, smoother: Smoother, held: Labelled | None, points: Labelled | None, shown: Labelled, **more: Any
+) -> Subject:
+    """With a name for every output of the model, and knowing whether gradients pass through it."""
     if shown.images.shape[1] not in (1, 3, 4):
         raise InputError(f"expected images of 1, 3 or 4 channels, got {shown.images.shape[1]}; others cannot be shown")
     if isinstance(smoother.model, nn.Module):
@@ -177,9 +176,8 @@ def _fit_to(smoother: Smoother, shown: Labelled) -> tuple[Labelled, bool]:
     outputs = smoother.logits(shown.images[:1], 1, Stream(0, "test")).shape[2]
     check_labels(shown.labels, len(shown), outputs)
     names = tuple(shown.class_names[k] if k < len(shown.class_names) else f"class {k}" for k in range(outputs))
-    noisy = NoisyModel(smoother.model, 0.0, 1, Stream(0, "attack"))
-    gradients = False
+    noisy, gradients = NoisyModel(smoother.model, 0.0, 1, Stream(0, "attack")), False
     with suppress(InputError, RuntimeError):  # a black box: attacks will go by queries alone
         pgd(noisy, *shown[:1].pair, 0.1, steps=1, device=smoother.device, progress=False)
         gradients = True
-    return replace(shown, class_names=names), gradients
+    return Subject(name, smoother, replace(shown, class_names=names), held, points, gradients=gradients, **more)

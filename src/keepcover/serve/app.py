@@ -28,9 +28,8 @@ from keepcover.serve.reading import Reader, takes_files
 from keepcover.serve.schemas import PER_QUERY, Counted, Description, Outcomes, Refusal, State, answer_model
 from keepcover.serve.watching import Watch
 from keepcover.specs import load_predictor
-from keepcover.web.bodies import json_of
 from keepcover.web.images import FORMATS
-from keepcover.web.problems import STATUS, Problem
+from keepcover.web.requests import STATUS, Problem, json_of
 from keepcover.web.server import bare_app
 from keepcover.web.settings import Settings
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from keepcover.prediction.predictor import Level
 from keepcover.serve.observing import Metrics
-from keepcover.web.problems import Problem
+from keepcover.web.requests import Problem
 from keepcover.web.settings import Settings
 
 Groups = Sequence[str | int] | None

@@ -19,7 +19,7 @@ from fastapi.security import HTTPBearer
 from starlette.requests import HTTPConnection
 from torch import Tensor
 
-from keepcover.web.problems import Problem
+from keepcover.web.requests import Problem
 from keepcover.web.server import plain_address
 
 THREADS = min(4, os.cpu_count() or 1)
@@ -68,7 +68,7 @@ class Bearer(HTTPBearer):
         >>> bearer.check("Bearer correct horse battery")
         >>> bearer.check("Bearer correct horse batterz")
         Traceback (most recent call last):
-        keepcover.web.problems.Problem: expected the header Authorization: Bearer TOKEN with this service's token
+        keepcover.web.requests.Problem: expected the header Authorization: Bearer TOKEN with this service's token
     """
 
     def __init__(self, token: str) -> None:

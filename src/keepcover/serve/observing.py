@@ -23,7 +23,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from keepcover.web.problems import Problem
+from keepcover.web.requests import Problem
 from keepcover.web.settings import KIB
 
 log = logging.getLogger("keepcover.serve")

@@ -20,9 +20,8 @@ from keepcover.prediction.predictor import Level, Predictor
 from keepcover.serve.batching import Groups, Query
 from keepcover.serve.limits import ReadingPool
 from keepcover.serve.schemas import FIELDS, GROUPED, LONGEST, SEED, check_structure, explain, request_model, unknown
-from keepcover.web.bodies import form_of, media_type
 from keepcover.web.images import FORMATS, JPEG, PASSES, opened, values
-from keepcover.web.problems import Problem, invalid
+from keepcover.web.requests import Problem, form_of, invalid, media_type
 from keepcover.web.settings import KIB, Settings
 
 # What a file's mode may become without the choice of a formula: grey is the same in three channels, a palette is looked up.

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema, cre
 from pydantic_core import ErrorDetails
 
 from keepcover.prediction.predictor import Level
-from keepcover.web.problems import STATUS, Problem, invalid
+from keepcover.web.requests import STATUS, Problem, invalid
 from keepcover.web.settings import Settings
 
 PER_QUERY = (
@@ -222,7 +222,7 @@ def check_structure(body: bytes, shape: tuple[int, ...], max_images: int, names:
         >>> check_structure(b'{"images": [[[[0, 0.5]]]]}', (1, 1, 2), 4)
         >>> check_structure(b'{"images": [[[[0, 0.5]]]], "draws": 9}', (1, 1, 2), 4)
         Traceback (most recent call last):
-        keepcover.web.problems.Problem: unknown field 'draws'; the fields are images, alpha and epsilon
+        keepcover.web.requests.Problem: unknown field 'draws'; the fields are images, alpha and epsilon
     """
     seen: set[str] = set()
     for found in _NAME.finditer(body):

@@ -27,7 +27,7 @@ from keepcover.errors import InputError
 from keepcover.monitoring import Monitor, monitor
 from keepcover.prediction.predictor import Level, Predictor
 from keepcover.serve.observing import log
-from keepcover.web.problems import Problem, invalid
+from keepcover.web.requests import Problem, invalid
 from keepcover.web.settings import KIB, Settings
 
 HEAD = struct.Struct(">d12sHH")  # expires, a number used once, position of the level, sets

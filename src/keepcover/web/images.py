@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 from PIL import Image
 
-from keepcover.web.problems import Problem, invalid
+from keepcover.web.requests import Problem, invalid
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 PASSES = 16  # over the pixels of the largest image; usual progressive files have up to 12 scans

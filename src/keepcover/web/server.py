@@ -16,8 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import keepcover
 from keepcover.errors import InputError
-from keepcover.web.bodies import BodyLimit
-from keepcover.web.problems import Problem
+from keepcover.web.requests import BodyLimit, Problem
 from keepcover.web.settings import Settings
 
 BACKLOG = 128
