@@ -86,7 +86,7 @@ class Lineup:
         self._made: dict[tuple[str, float, int], Predictor] = {}
         self.notes = dict.fromkeys(subject.notes)  # and what calibration warned about, said once
         self._making = threading.Lock()
-        listed, saved = [one for one in (VANILLA, RSCP_PLUS, EXACT) if self._fits(one)], subject.saved
+        listed, saved = [one for one in (VANILLA, RSCP_PLUS, EXACT) if self._fits(one.method)], subject.saved
         if saved is None:
             refuse_groups(subject.promise)
             offered = (subject.noise.positions(subject.shape),) if subject.noise.deterministic else draws
@@ -106,8 +106,8 @@ class Lineup:
         if not self.alphas or not self.draws or self.draws[0] < 1:
             raise InputError(f"expected alphas, and draws of at least 1, got {alphas} and {draws}")
 
-    def _fits(self, one: Contender) -> bool:
-        return not (one.method.unfit(self.subject.noise) or one.method.refuses(self.subject.promise))
+    def _fits(self, method: Any) -> bool:
+        return not (method.unfit(self.subject.noise) or method.refuses(self.subject.promise))
 
     def _smoother(self, noise: Noise) -> RememberingSmoother:
         own, look = self.subject.smoother, self._advance if noise.certifies else None

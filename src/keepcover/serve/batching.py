@@ -143,19 +143,21 @@ class Batcher:
 
     async def _fill(self) -> bool:
         """Wait for a first query, then a little for a full batch; False when stopping with nothing left to do."""
+        settings = self.settings
         while True:
-            while not self._queue:
-                if self.stopping:
-                    return False
-                self._wake.clear()
-                await self._wake.wait()
+            await self._until(lambda: self._queue or self.stopping)
+            if not self._queue:
+                return False
             with suppress(TimeoutError):
-                async with asyncio.timeout(self.settings.batch_wait):
-                    while self.waiting < self.settings.max_batch and not self.stopping:
-                        self._wake.clear()
-                        await self._wake.wait()
-            if self._queue:
+                async with asyncio.timeout(settings.batch_wait):
+                    await self._until(lambda: self.waiting >= settings.max_batch or self.stopping)
+            if self._queue:  # else their clients have gone
                 return True
+
+    async def _until(self, enough: Callable[[], Any]) -> None:
+        while not enough():
+            self._wake.clear()
+            await self._wake.wait()
 
     def _take(self) -> list[Query]:
         batch = [self._queue.popleft()]

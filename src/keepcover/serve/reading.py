@@ -121,12 +121,9 @@ class Reader:
 
 
 def _number(form: FormData, name: str) -> float | None:
-    values = form.getlist(name)
-    if not values:
-        return None
+    values: Any = form.getlist(name)
     try:
-        (value,) = values
-        return float(value)  # type: ignore[arg-type]
+        return float(*values) if values else None
     except (TypeError, ValueError):
         raise invalid(f"expected one number in the form field {name}") from None
 

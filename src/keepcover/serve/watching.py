@@ -154,7 +154,8 @@ class Watch:
         listed = label if isinstance(label, list) else [label]
         if single == isinstance(label, list) or len(listed) > classes:
             raise invalid(f"expected {'one label' if single else 'a list of true labels'} per set, got {label!r:.60}")
-        found, least = [names.index(one) if one in names else one for one in listed], -1 if single else 0
+        found: list[Any] = [names.index(one) if one in names else one for one in listed]
+        least = -1 if single else 0
         for one in found:
             if not isinstance(one, int) or not least <= one < classes:
                 other = ", -1 for a class that the model does not have" if single else ""

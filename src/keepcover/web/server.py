@@ -82,7 +82,7 @@ def bare_app(title: str, settings: Settings, lifespan: Any, description: str = "
 
     What it refuses, and what the web framework itself refuses, is raised as a :class:`Problem`: a layer around it answers.
     """
-    about = {"title": title, "version": keepcover.__version__, "description": description}
+    about: dict[str, Any] = {"title": title, "version": keepcover.__version__, "description": description}
     app = FastAPI(**about, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(BodyLimit, settings=settings)
     app.add_exception_handler(HTTPException, _refuse)

@@ -79,9 +79,9 @@ class Settings:
         if self.ticket_key is None:  # one for all workers and replicas, who get these settings as they are
             object.__setattr__(self, "ticket_key", secrets.token_hex(32))
         for one in fields(self):
-            value = getattr(self, one.name)
-            if "int" in str(one.type) and value is not None:
-                _check(1 <= value < math.inf, f"expected {one.name} of at least 1, got {value}")
+            value: Any = getattr(self, one.name)
+            if "int" in str(one.type):
+                _check(value is None or 1 <= value < math.inf, f"expected {one.name} of at least 1, got {value}")
             elif one.type == "float" and one.name not in ("batch_wait", "false_alarm"):
                 _check(0 < value < math.inf, f"expected {one.name} in seconds, above 0, got {value}")
         rate, pause = self.false_alarm, self.batch_wait
