@@ -32,11 +32,9 @@ from keepcover.cli import main
 from keepcover.engine.memory import RememberingSmoother
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError
-from keepcover.explore import app as explore_app
 from keepcover.explore.answers import Explorer
-from keepcover.explore.app import STATIC, create_app, run
-from keepcover.explore.attacking import attack_one
-from keepcover.explore.curves import Job
+from keepcover.explore.app import LIMITS, STATIC, create_app, run
+from keepcover.explore.attacking import Job, attack_one
 from keepcover.explore.images import amplified, read_upload
 from keepcover.explore.lineup import Lineup, bars, nested, own_sets, radii
 from keepcover.explore.subject import Subject, own_subject, saved_subject
@@ -47,7 +45,7 @@ from keepcover.pages.plots import pixels as as_png
 from keepcover.prediction.artifact import load
 from keepcover.prediction.calibration import calibrate
 from keepcover.promises import Promise
-from keepcover.web.problems import Problem
+from keepcover.web.requests import Problem
 
 from .exploring import EPSILONS, NAMES, SIGMA, toy_data, toy_explorer, toy_model, toy_subject
 
@@ -360,7 +358,6 @@ def test_asking_for_other_curves_stops_the_first(explorer: Explorer) -> None:
     curves = Explorer(explorer.lineup).curves
     assert curves.ask(0.2, 64)["state"] == "running"
     first = curves._job
-    assert first is not None
     curves.ask(0.2, 4)
     assert first.cancelled.is_set()
     assert curves.busy
@@ -489,7 +486,7 @@ def test_a_bomb_is_refused_by_its_header(client: TestClient, side: int, words: s
 
 
 def test_a_body_too_large_is_refused(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused(send(client, bytes(explore_app.MAX_BODY + 1)), 413, "exceeds")
+    refused(send(client, bytes(LIMITS.max_body + 1)), 413, "exceeds")
 
 
 @settings(max_examples=60, deadline=None)
@@ -669,7 +666,7 @@ def test_a_black_box_is_attacked_by_queries() -> None:
 def test_outputs_without_a_name_get_one_and_odd_channels_are_refused() -> None:
     data = toy_data()
     few = type(data)("few", data.images[data.labels < 2], data.labels[data.labels < 2], NAMES[:2])
-    assert own_subject(toy_model(), few, SIGMA).class_names == ("circle", "square", "class 2", "class 3")
+    assert own_subject(toy_model(), few, SIGMA).gallery.class_names == ("circle", "square", "class 2", "class 3")
     with pytest.raises(InputError, match="between 0 and 1"):
         own_subject(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2)), data, SIGMA)
     two = type(data)("two", data.images.expand(-1, 2, -1, -1), data.labels, NAMES)
@@ -813,7 +810,7 @@ def test_a_busy_port_is_said(capsys: pytest.CaptureFixture[str], explorer: Explo
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(InputError, match="choose another --host or --port"):
-            run(explorer, port=taken.getsockname()[1], open_page=False, tell=lambda _: None)
+            run(explorer, host="127.0.0.1", port=taken.getsockname()[1], open_page=False, tell=lambda _: None)
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,9 @@ from keepcover.noise.stream import Stream
 from keepcover.prediction.predictor import Predictor
 from keepcover.serve import Settings, create_app
 from keepcover.serve.app import image_shape, warm_up
-from keepcover.serve.batching import Batcher
-from keepcover.serve.logs import JsonFormatter, log
-from keepcover.serve.logs import config as log_config
-from keepcover.serve.metrics import Metrics
+from keepcover.serve.batching import Batcher, Query
+from keepcover.serve.observing import JsonFormatter, Metrics, log
+from keepcover.serve.observing import config as log_config
 from keepcover.serve.schemas import Answer, Description
 
 from . import serving
@@ -417,7 +416,7 @@ def test_buckets_and_shares() -> None:
 WORKER = """
 import os, sys
 from prometheus_client.multiprocess import mark_process_dead
-from keepcover.serve.metrics import Metrics
+from keepcover.serve.observing import Metrics
 metrics = Metrics(10)
 sizes = [int(size) for size in sys.argv[2].split(",")]
 metrics.sets(sizes, draws=4, trivial=sizes.count(10))
@@ -552,14 +551,14 @@ def test_the_batcher_outlives_a_call_that_nobody_waits_for() -> None:
         return images.flatten(1) > 0.5
 
     async def both() -> Tensor:
-        batcher = Batcher(predict, max_batch=4, max_wait=0.0, max_queue=8)
+        batcher = Batcher(predict, Settings(max_batch=4, batch_wait=0.0), Metrics(CLASSES))
         batcher.start()
-        gone = asyncio.create_task(batcher.answer(batcher.accept(IMAGES[:1], (0.1, 0.1))))
+        gone = asyncio.create_task(batcher.answer(Query(IMAGES[:1], (0.1, 0.1))))
         while batcher.busy_for == 0:
             await asyncio.sleep(0.001)
         gone.cancel()
         release.set()
-        mask = await batcher.answer(batcher.accept(IMAGES[1:2], (0.1, 0.1)))
+        mask = await batcher.answer(Query(IMAGES[1:2], (0.1, 0.1)))
         assert await batcher.close(30.0)
         return mask
 

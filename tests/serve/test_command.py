@@ -19,7 +19,7 @@ from keepcover.errors import InputError
 from keepcover.prediction.predictor import Predictor
 from keepcover.serve import Deployment, Settings
 from keepcover.serve.schemas import Description
-from keepcover.serve.workers import STARTUP_FAILURE, supervise
+from keepcover.serve.server import STARTUP_FAILURE, supervise
 
 from . import ending
 from .client import TOKEN
@@ -145,9 +145,15 @@ def test_an_empty_token_does_not_mean_open(
     ("target", "code", "begun"), [(ending.at_once, 3, 1), (ending.at_once, 11, 3), (ending.once_ready, 3, 4)]
 )
 def test_workers_that_end_before_they_are_ready_are_not_replaced_for_ever(
-    target: Callable[..., None], code: int, begun: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    target: Callable[..., None],
+    code: int,
+    begun: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An exception at the first start ends it at once; a crash, or failures after a good start, after three in a row."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))  # as where workers run: their gauges end with them
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         assert supervise(target, (code, tmp_path / "mark"), workers=1, patience=5.0) == STARTUP_FAILURE

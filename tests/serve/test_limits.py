@@ -23,9 +23,9 @@ from torch import Tensor
 
 from keepcover.prediction.predictor import Predictor
 from keepcover.serve import Settings, create_app
-from keepcover.serve.limits import HEAD, THREADS, Bearer, RepeatLimit
-from keepcover.serve.logs import Seldom
-from keepcover.web.problems import Problem
+from keepcover.serve.limits import THREADS, Bearer, RepeatLimit
+from keepcover.serve.observing import HEAD, Seldom
+from keepcover.web.requests import Problem
 from keepcover.web.server import BACKLOG, Protocol, bind, most_connections
 
 from .client import IMAGES, TOKEN, Gate, ask, client, refused
@@ -445,7 +445,7 @@ def test_the_memory_of_repeats_is_bounded_and_keyed() -> None:
     one, two = (RepeatLimit(1, 60.0, entries=10) for _ in range(2))
     for k in range(100):
         one.count("192.0.2.1", torch.full((1, *SHAPE), k / 100))
-    assert len(one) == 10
+    assert len(one._times) == 10
     two.count("192.0.2.1", torch.full((1, *SHAPE), 0.99))
     assert not set(one._times) & set(two._times)  # another key, other hashes
 

@@ -18,9 +18,8 @@ from keepcover.cli import main
 from keepcover.data import digits
 from keepcover.models import SmallCNN, last_linear
 from keepcover.models.heads import head_bytes
-from keepcover.serve.deployment import Deployment
+from keepcover.serve import Deployment, Settings
 from keepcover.training import fit_under_noise
-from keepcover.web.settings import Settings
 
 TRAIN, CALIBRATION, TEST = digits().split(800, 300, 200, seed=0)
 

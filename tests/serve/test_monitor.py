@@ -21,7 +21,7 @@ from keepcover.prediction.predictor import Predictor
 from keepcover.serve import Settings, create_app
 from keepcover.serve.schemas import Outcomes
 from keepcover.serve.watching import Watch
-from keepcover.web.problems import Problem
+from keepcover.web.requests import Problem
 
 from .client import IMAGES, LABELS, TOKEN, ask, client, refused
 from .serving import NAMES, bright, make_predictor

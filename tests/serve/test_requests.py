@@ -25,8 +25,8 @@ from keepcover.engine.smoother import Smoother
 from keepcover.prediction.calibration import calibrate
 from keepcover.prediction.predictor import Predictor
 from keepcover.serve import Settings, create_app
-from keepcover.serve.images import decode
-from keepcover.web.problems import Problem
+from keepcover.serve.reading import decode
+from keepcover.web.requests import Problem
 
 from .client import IMAGES, ask, client, refused
 from .serving import ROOT, file_of, make_predictor
@@ -343,8 +343,8 @@ def test_metadata_fills_no_log(recwarn: pytest.WarningsRecorder) -> None:
 def test_a_bomb_costs_no_memory() -> None:
     """In a process of its own: the peak of all bombs together stays near where it was."""
     code = (
-        "import resource, sys, warnings; from keepcover.serve.images import decode\n"
-        "from keepcover.web.problems import Problem\n"
+        "import resource, sys, warnings; from keepcover.serve.reading import decode\n"
+        "from keepcover.web.requests import Problem\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
         "warnings.simplefilter('ignore')\n"
         "contents = [bytes.fromhex(line.strip()) for line in sys.stdin]; before = peak()\n"

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 import keepcover
-from keepcover.explore.attacking import TITLES, attack_one, find_lost
-from keepcover.explore.curves import Curves
+from keepcover.explore.attacking import TITLES, Curves, attack_one, find_lost
 from keepcover.explore.images import Images, Shown, amplified, read_upload
 from keepcover.explore.lineup import Lineup, bars, nested, own_sets
 from keepcover.noise import get_norm
 from keepcover.pages.plots import data_uri
-from keepcover.web.problems import invalid
+from keepcover.web.requests import invalid
 
 NO_PROMISE = (
     "No promise for this image: it does not come from where the calibration points come from. The set is what the method "
@@ -57,7 +56,7 @@ class Explorer:
         return {
             "version": keepcover.__version__,
             "name": subject.name,
-            "class_names": list(subject.class_names),
+            "class_names": list(subject.gallery.class_names),
             "shape": list(subject.shape),
             "noise": str(subject.noise),
             "norm": get_norm(subject.norm).short,
@@ -80,8 +79,6 @@ class Explorer:
             "label": shown.label,
             "no_promise": NO_PROMISE if shown.label is None else None,
             "prediction": int(probabilities.argmax()),
-            "alpha": alpha,
-            "draws": draws,
             "shown": labels,
             "methods": {c.key: self._method(c.key, shown, alpha, draws, labels) for c in self.lineup.contenders},
         }
@@ -125,32 +122,34 @@ class Explorer:
 
     def attack(self, image: str, alpha: float, draws: int, epsilon: float, label: int | None = None) -> dict[str, Any]:
         """Every attack at this epsilon; the label is the one given, the image's own, or what the model predicts."""
-        shown, classes = self.images.get(image), len(self.subject.class_names)
+        shown, classes = self.images.get(image), len(self.subject.gallery.class_names)
         if label is not None and not 0 <= label < classes:
             raise invalid(f"expected a label between 0 and {classes - 1}, got {label}")
         source = "the label you chose"
-        if label is None:
+        if label is None and shown.label is not None:
             label, source = shown.label, "its true label"
-        if label is None:
+        elif label is None:
             label = int(self._probabilities(shown).argmax())
             source = "what the model predicts, as the true label is not known"
-        attempts, norm = [], get_norm(self.subject.norm)
+        attempts, reach = [], get_norm(self.subject.norm).reach
         for one in attack_one(self.lineup, shown.pixels, label, shown.id, alpha, draws, epsilon):
             difference, gain = amplified(one.change[0])
             attempts.append(
                 {
-                    **{name: getattr(one, name) for name in ("aim", "distance", "before", "after")},
+                    "aim": one.aim,
                     "title": TITLES[one.aim],
                     "attacked": data_uri(one.attacked[0]),
                     "difference": data_uri(difference),
                     "gain": gain,
-                    "reach": norm.reach(float(f"{one.distance:.3g}")),
+                    "distance": one.distance,
+                    "reach": reach(float(f"{one.distance:.3g}")),
                     "largest_change": float(one.change.abs().max()),
+                    "after": one.after,
                     "fates": one.fates(label),
                 }
             )
-        asked = {"image": image, "label": label, "label_source": source, "alpha": alpha, "draws": draws}
-        return {**asked, "epsilon": epsilon, "original": data_uri(shown.pixels[0]), "attempts": attempts}
+        about = {"label": label, "label_source": source, "epsilon": epsilon}
+        return {**about, "original": data_uri(shown.pixels[0]), "attempts": attempts}
 
     def find(self, alpha: float, draws: int, epsilon: float, after: int = -1) -> dict[str, Any]:
         return find_lost(self.lineup, alpha, draws, epsilon, after % len(self.subject.gallery))

@@ -10,11 +10,11 @@ import time
 import webbrowser
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from pydantic import ConfigDict, create_model
@@ -25,12 +25,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from keepcover.errors import InputError
 from keepcover.explore.answers import Explorer
 from keepcover.pages.plots import pixels
-from keepcover.web.bodies import form_of, json_of, media_type
-from keepcover.web.problems import Problem, invalid
-from keepcover.web.server import BACKLOG, Announcing, Protocol, bare_app, bind
+from keepcover.web.requests import Problem, form_of, invalid, json_of, media_type
+from keepcover.web.server import Server, bare_app, bind
+from keepcover.web.settings import Settings
 
 STATIC = Path(__file__).parent / "static"
-MAX_BODY, MAX_BODIES, BODY_TIMEOUT = 2**23, 2**26, 30.0
+LIMITS = Settings(max_body=2**23, max_bodies=2**26, body_timeout=30.0)
 MAX_QUESTION = 2**12
 TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -44,7 +44,9 @@ log = logging.getLogger("keepcover.explore")
 
 
 class Guard:
-    """ASGI middleware: sends the headers above, and refuses what another site's page asks, by its origin or its name."""
+    """ASGI middleware: sends the headers above, answers refusals, and refuses what another site's page asks, by its origin or
+    its name.
+    """
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...] | None) -> None:
         self.app, self.hosts = app, hosts
@@ -54,27 +56,28 @@ class Guard:
             return await self.app(scope, receive, send)
         given = {name: value.decode("latin-1") for name, value in scope["headers"]}
         origin, host = given.get(b"origin"), given.get(b"host", "")
-        elsewhere = origin is not None and _part(origin, "netloc") != host
+        try:
+            elsewhere = origin is not None and urlsplit(origin).netloc != host
+            elsewhere |= self.hosts is not None and urlsplit(f"//{host}").hostname not in self.hosts
+        except ValueError:  # brackets that do not match
+            elsewhere = True
         # Where browsers send no origin they say whence; a link from elsewhere may lead to the page, and to nothing else.
         site = given.get(b"sec-fetch-site", "none")
         elsewhere |= site not in ("none", "same-origin") and scope["path"] != "/"
-        if elsewhere or (self.hosts is not None and _part(f"//{host}", "hostname") not in self.hosts):
-            refusal = Problem("bad_request", "requests from pages of other sites are not answered")
-            return await refusal.response()(scope, receive, send)
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
+                headers = MutableHeaders(scope=message)
+                headers.update(HEADERS)
+                headers.setdefault("cache-control", "no-cache")
             await send(message)
 
-        await self.app(scope, receive, with_headers)
-
-
-def _part(address: str, name: str) -> str | None:
-    try:
-        return getattr(urlsplit(address), name)
-    except ValueError:  # brackets that do not match
-        return None
+        try:
+            if elsewhere:
+                raise Problem("bad_request", "requests from pages of other sites are not answered")
+            await self.app(scope, receive, with_headers)
+        except (Problem, InputError) as error:
+            await Problem.of(error).response()(scope, receive, with_headers)
 
 
 def create_app(explorer: Explorer, hosts: tuple[str, ...] | None = LOOPBACK) -> FastAPI:
@@ -90,10 +93,8 @@ def create_app(explorer: Explorer, hosts: tuple[str, ...] | None = LOOPBACK) -> 
         yield
         explorer.curves.stop()
 
-    limits = {"max_body": MAX_BODY, "max_bodies": MAX_BODIES, "body_timeout": BODY_TIMEOUT}
-    app = bare_app("keepcover explorer", lifespan, _refuse, **limits)
+    app = bare_app("keepcover explorer", LIMITS, lifespan)
     app.add_middleware(Guard, hosts=hosts)
-    app.add_exception_handler(InputError, _refuse)
     app.add_exception_handler(Exception, _fail)
     _routes(app, explorer)
     answers = {"sets": explorer.sets, "curves": explorer.curves.ask, "attack": explorer.attack, "find": explorer.find}
@@ -102,16 +103,8 @@ def create_app(explorer: Explorer, hosts: tuple[str, ...] | None = LOOPBACK) -> 
     return app
 
 
-async def _refuse(_: Request, error: Exception) -> Response:
-    return Problem.of(error).response()
-
-
 async def _fail(_: Request, error: Exception) -> Response:
     return Problem("internal", f"something went wrong here ({type(error).__name__}); the terminal says more").response()
-
-
-def _answer(value: Any) -> Response:
-    return JSONResponse(value, headers={"cache-control": "no-store"})
 
 
 def _question(app: FastAPI, explorer: Explorer, path: str, answer: Callable[..., dict[str, Any]]) -> None:
@@ -128,7 +121,7 @@ def _question(app: FastAPI, explorer: Explorer, path: str, answer: Callable[...,
     async def question(request: Request) -> Response:
         asked = (await json_of(request, model, MAX_QUESTION)).model_dump()
         explorer.check(asked)
-        return _answer(await run_in_threadpool(answer, **asked))
+        return JSONResponse(await run_in_threadpool(answer, **asked))
 
 
 def _routes(app: FastAPI, explorer: Explorer) -> None:
@@ -136,18 +129,17 @@ def _routes(app: FastAPI, explorer: Explorer) -> None:
 
     @app.get("/")
     async def page() -> Response:
-        return FileResponse(STATIC / "index.html", headers={"cache-control": "no-cache"})
+        return FileResponse(STATIC / "index.html")
 
     @app.get("/static/{name}")
     async def file(name: str) -> Response:
         if name not in files:
             raise Problem("not_found", "no such file")
-        kind = TYPES[files[name].suffix]
-        return FileResponse(files[name], media_type=kind, headers={"cache-control": "no-cache"})
+        return FileResponse(files[name], media_type=TYPES[files[name].suffix])
 
     @app.get("/api/subject")
     async def subject() -> Response:
-        return _answer(await run_in_threadpool(explorer.describe))
+        return JSONResponse(await run_in_threadpool(explorer.describe))
 
     @app.get("/api/images/{name}.png")
     async def image(name: str) -> Response:
@@ -156,31 +148,24 @@ def _routes(app: FastAPI, explorer: Explorer) -> None:
 
     @app.get("/api/progress")
     async def progress() -> Response:
-        return _answer(explorer.lineup.progress)
+        return JSONResponse(explorer.lineup.progress)
 
     @app.post("/api/uploads")
     async def upload(request: Request) -> Response:
         if media_type(request) != "multipart/form-data":
             raise Problem("unsupported_media_type", "expected multipart/form-data with the image in the field file")
-        async with form_of(request, max_files=1, max_part_size=MAX_BODY) as form:
+        async with form_of(request, max_files=1, max_part_size=LIMITS.max_body) as form:
             file, invert = form.get("file"), form.get("invert")
             if not isinstance(file, UploadFile):
                 raise invalid("expected an image file in the form field file")
             content = await file.read()
-        return _answer(await run_in_threadpool(explorer.upload, content, invert == "yes"))
+        return JSONResponse(await run_in_threadpool(explorer.upload, content, invert == "yes"))
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
 
 
-def run(
-    explorer: Explorer,
-    *,
-    tell: Callable[[str], None],
-    host: str = "127.0.0.1",
-    port: int = 7860,
-    open_page: bool = True,
-) -> None:
+def run(explorer: Explorer, *, tell: Callable[[str], None], host: str, port: int, open_page: bool) -> None:
     """Show the page until interrupted. Port 0 takes a free one; ``tell`` is told the address once it answers."""
     with bind(host, port) as listener:
         bound, number = listener.getsockname()[:2]
@@ -190,33 +175,28 @@ def run(
             log.warning("open to the network on %s: every machine that reaches this port can use the model", name)
         address = f"http://{'127.0.0.1' if bound == '0.0.0.0' else name}:{number}/"
         app = create_app(explorer, LOOPBACK if local else None)
-        config = uvicorn.Config(
-            app, http=Protocol, log_level="warning", access_log=False, server_header=False, ws="none", backlog=BACKLOG
-        )
-        server = Announcing(config, lambda: _announce(address, open_page, tell))
+
+        def announce() -> None:
+            tell(address)
+            if open_page:
+                threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+
+        server = Server(app, announce, log_level="warning")
         if explorer.subject.cheap:
             threading.Thread(target=_warm, args=(explorer, server), daemon=True).start()
         server.run(sockets=[listener])
 
 
-def _announce(address: str, open_page: bool, tell: Callable[[str], None]) -> None:
-    tell(address)
-    if open_page:
-        threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
-
-
-def _warm(explorer: Explorer, server: uvicorn.Server) -> None:
+def _warm(explorer: Explorer, server: Server) -> None:
     """Calibrate what the controls offer before it is asked for: the usual alpha first, cheap draws first."""
     lineup = explorer.lineup
-    usual = lineup.default[0]
-    for alpha in sorted(lineup.alphas, key=lambda a: a != usual):
-        for draws in lineup.draws:
-            for contender in lineup.contenders:
-                while explorer.curves.busy and not server.should_exit:  # the page waits for those
-                    time.sleep(0.5)
-                if server.should_exit:
-                    return
-                try:
-                    lineup.predictor(contender.key, alpha, draws)
-                except InputError:
-                    return  # the page will say it when it asks
+    alphas = sorted(lineup.alphas, key=lambda alpha: alpha != lineup.default[0])
+    for alpha, draws, contender in product(alphas, lineup.draws, lineup.contenders):
+        while explorer.curves.busy and not server.should_exit:  # the page waits for those
+            time.sleep(0.5)
+        if server.should_exit:
+            return
+        try:
+            lineup.predictor(contender.key, alpha, draws)
+        except InputError:
+            return  # the page will say it when it asks

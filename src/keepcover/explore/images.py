@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from keepcover.data import Labelled
 from keepcover.web.images import PASSES, opened, values
-from keepcover.web.problems import Problem, invalid
+from keepcover.web.requests import Problem, invalid
 
 KEPT = 64  # uploads
 MAX_PIXELS = 2**24
@@ -23,7 +22,7 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _COLOURS = {"L": "greyscale", "RGB": "colour", "RGBA": "colour with transparency"}
 
 
-def read_upload(content: bytes, shape: tuple[int, int, int], invert: bool = False) -> tuple[Tensor, list[str]]:
+def read_upload(content: bytes, shape: tuple[int, ...], invert: bool = False) -> tuple[Tensor, list[str]]:
     """A file as float32 [1, c, h, w] in [0, 1], and what was done to make it fit, in words.
 
     Size and frames are checked on the header, before a pixel is decoded. A file that is no image is refused (422).
@@ -49,7 +48,7 @@ def read_upload(content: bytes, shape: tuple[int, int, int], invert: bool = Fals
     return pixels, notices
 
 
-def _fit(image: Image.Image, shape: tuple[int, int, int], notices: list[str]) -> Image.Image:
+def _fit(image: Image.Image, shape: tuple[int, ...], notices: list[str]) -> Image.Image:
     channels, height, width = shape
     mode = _MODES[channels]
     if image.mode.startswith(("I", "F")):  # 16 bits and more: the decoder's own scale, brought to 8 bits
@@ -94,29 +93,25 @@ class Images:
     """The gallery and the latest uploads, in memory only."""
 
     def __init__(self, gallery: Labelled, kept: int = KEPT) -> None:
-        self.gallery, self.kept = gallery, kept
-        self._uploads: OrderedDict[str, Tensor] = OrderedDict()
-        self._lock = threading.Lock()
+        self.kept, self._lock = kept, threading.Lock()
+        labels = enumerate(gallery.labels.tolist())
+        self._gallery = {f"g{i}": Shown(gallery.images[i : i + 1], i, int(label)) for i, label in labels}
+        self._uploads: dict[str, Shown] = {}
 
     def add(self, pixels: Tensor) -> str:
         """Keep an upload; the same pixels have the same name, and so the same noise."""
-        name = "u" + hashlib.sha256(pixels.contiguous().numpy().tobytes()).hexdigest()[:12]
+        digest = hashlib.sha256(pixels.contiguous().numpy().tobytes()).hexdigest()[:12]
         with self._lock:
-            self._uploads[name] = pixels
-            self._uploads.move_to_end(name)
-            while len(self._uploads) > self.kept:
-                self._uploads.popitem(last=False)
-        return name
+            self._uploads.pop(f"u{digest}", None)
+            self._uploads[f"u{digest}"] = Shown(pixels, int(digest, 16) | 1 << 50, None)
+            if len(self._uploads) > self.kept:
+                del self._uploads[next(iter(self._uploads))]
+        return f"u{digest}"
 
     def get(self, name: str) -> Shown:
-        found = re.fullmatch(r"g(\d{1,9})|u([0-9a-f]{12})", name)
-        if found and found[1] and int(found[1]) < len(self.gallery):
-            index = int(found[1])
-            return Shown(self.gallery.images[index : index + 1], index, int(self.gallery.labels[index]))
-        if found and found[2]:
-            with self._lock:
-                pixels = self._uploads.get(name)
-            if pixels is None:
-                raise Problem("not_found", "this upload is no longer kept; upload the image again")
-            return Shown(pixels, int(found[2], 16) | 1 << 50, None)
-        raise Problem("not_found", f"no image {name[:40]!r}; the gallery has g0 to g{len(self.gallery) - 1}")
+        shown = self._gallery.get(name) or self._uploads.get(name)
+        if shown is None and re.fullmatch("u[0-9a-f]{12}", name):
+            raise Problem("not_found", "this upload is no longer kept; upload the image again")
+        if shown is None:
+            raise Problem("not_found", f"no image {name[:40]!r}; the gallery has g0 to g{len(self._gallery) - 1}")
+        return shown

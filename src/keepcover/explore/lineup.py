@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from keepcover.engine.memory import RememberingSmoother
@@ -84,41 +84,35 @@ class Lineup:
         self.watch: Callable[..., None] | None = None  # told the same when it changes
         self.smoothers = {noisy: self._smoother(subject.noise if noisy else Gaussian(0.0)) for noisy in (True, False)}
         self._made: dict[tuple[str, float, int], Predictor] = {}
-        self._notes: list[str] = list(subject.notes)
+        self.notes = dict.fromkeys(subject.notes)  # and what calibration warned about, said once
         self._making = threading.Lock()
-        saved = subject.saved
+        listed, saved = [one for one in (VANILLA, RSCP_PLUS, EXACT) if self._fits(one.method)], subject.saved
         if saved is None:
             refuse_groups(subject.promise)
-            listed, every = (VANILLA, RSCP_PLUS, EXACT), subject.noise.deterministic
-            self.contenders = tuple(one for one in listed if self._fits(one, subject.noise))
-            offered = (subject.noise.positions(subject.shape),) if every else draws
+            offered = (subject.noise.positions(subject.shape),) if subject.noise.deterministic else draws
+            self.contenders = tuple(listed)
             self.alphas, self.draws = tuple(sorted(set(alphas))), tuple(sorted(set(offered)))
             self.epsilons = radii(subject.reach, subject.norm) if epsilons is None else tuple(sorted(set(epsilons)))
         else:
             self._saved = replace(saved, smoother=self.smoothers[saved.noise.certifies])
             own = Contender("saved", f"Your predictor ({saved.guarantee.method})", None)
-            beside = [one for one in (VANILLA, RSCP_PLUS) if self._fits(one, saved.noise)]
-            self.contenders = (own,) if subject.calibration is None else (*beside, own)
-            self.alphas, self.draws = tuple(sorted({alpha for alpha, _ in saved.levels})), (saved.draws,)
-            every = {epsilon for _, epsilon in saved.levels}
-            self.epsilons = tuple(sorted(e for e in every if all((alpha, e) in saved.levels for alpha in self.alphas)))
+            beside = [] if subject.calibration is None else [one for one in listed if one is not EXACT]
+            self.contenders = (*beside, own)
+            self.alphas, every = (tuple(sorted(set(values))) for values in zip(*saved.levels))
+            self.draws = (saved.draws,)
+            self.epsilons = tuple(e for e in every if all((alpha, e) in saved.levels for alpha in self.alphas))
             if not self.epsilons:
                 raise InputError("the predictor answers for no epsilon at all of its alphas; calibrate it for a grid")
         if not self.alphas or not self.draws or self.draws[0] < 1:
             raise InputError(f"expected alphas, and draws of at least 1, got {alphas} and {draws}")
 
-    def _fits(self, one: Contender, noise: Noise) -> bool:
-        return one.method is None or not (one.method.unfit(noise) or one.method.refuses(self.subject.promise))
+    def _fits(self, method: Any) -> bool:
+        return not (method.unfit(self.subject.noise) or method.refuses(self.subject.promise))
 
     def _smoother(self, noise: Noise) -> RememberingSmoother:
         own, look = self.subject.smoother, self._advance if noise.certifies else None
         how = {name: getattr(own, name) for name in ("device", "autocast", "channels_last", "compile")}
         return RememberingSmoother(own.model, noise, lock=self.lock, memory=MEMORY, look=look, progress=False, **how)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What calibration warned about, said once."""
-        return tuple(dict.fromkeys(self._notes))
 
     @property
     def default(self) -> tuple[float, int]:
@@ -138,10 +132,8 @@ class Lineup:
                     self._made[place] = self._calibrate(contender, contender.method, alpha, place[2])
         return self._made[place]
 
-    def sets(
-        self, key: str, alpha: float, draws: int, images: Tensor, ids: Tensor, upto: float
-    ) -> Bool[Tensor, "e n k"]:
-        """The nested sets of a method for images, one per epsilon of the slider up to the last one asked for."""
+    def sets(self, key: str, alpha: float, draws: int, images: Tensor, ids: Tensor, upto: float) -> Tensor:
+        """The nested sets [e, n, k] of a method for images, one per epsilon of the slider up to the last one asked for."""
         epsilons = [epsilon for epsilon in self.epsilons if epsilon <= upto]
         return nested(own_sets(self.predictor(key, alpha, draws), images, ids, alpha, epsilons, self.stream))
 
@@ -151,8 +143,8 @@ class Lineup:
         assert subject.holdout is not None
         points = len(subject.calibration) + len(subject.holdout)
         what = f"calibrating {contender.title}, alpha {alpha:g}" + (f", {draws} draws" if contender.noisy else "")
-        total = points * method.usual_calibration_draws(draws) if contender.noisy else points
-        self.progress = {"what": what, "done": 0, "total": total}
+        each = method.usual_calibration_draws(draws) if contender.noisy else 1
+        self.progress = {"what": what, "done": 0, "total": points * each}
         with warnings.catch_warnings(record=True) as caught:  # only calibration does this, one at a time
             warnings.simplefilter("always")
             try:
@@ -174,7 +166,7 @@ class Lineup:
                 for warning in caught:  # all but full sets, which show on the page
                     text = str(warning.message)
                     if issubclass(warning.category, KeepcoverWarning) and "can only return everything" not in text:
-                        self._notes.append(f"{text[:1].upper()}{text[1:]}.")
+                        self.notes[f"{text[:1].upper()}{text[1:]}."] = None
 
     def _advance(self, rows: int) -> None:
         if self.progress:
@@ -184,14 +176,9 @@ class Lineup:
 
 
 def own_sets(
-    predictor: Predictor,
-    images: Float[Tensor, "n c h w"],
-    ids: Int[Tensor, " n"],
-    alpha: float,
-    epsilons: Sequence[float],
-    stream: Stream,
+    predictor: Predictor, images: Tensor, ids: Tensor, alpha: float, epsilons: Sequence[float], stream: Stream
 ) -> Bool[Tensor, "e n k"]:
-    """The sets of every epsilon, each as its own rule gives it, from the same noise."""
+    """The sets of images [n, c, h, w] at every epsilon, each as its own rule gives it, from the same noise."""
     found = predictor.predict_all(images, ids=ids, seed=stream.seed)
     return torch.stack([found[alpha, epsilon].mask.cpu() for epsilon in epsilons])
 
@@ -208,14 +195,9 @@ def nested(own: Bool[Tensor, "e n k"]) -> Bool[Tensor, "e n k"]:
 
 
 def bars(
-    predictor: Predictor,
-    image: Float[Tensor, "1 c h w"],
-    id: Int[Tensor, "1"],
-    alpha: float,
-    epsilons: Sequence[float],
-    stream: Stream,
+    predictor: Predictor, image: Tensor, id: Tensor, alpha: float, epsilons: Sequence[float], stream: Stream
 ) -> list[Explanation]:
-    """The bars [K] of one image at every epsilon: a label is in the set iff its support reaches what is needed, which may
+    """The bars [K] of one image [1, c, h, w] at every epsilon: a label is in the set iff its support reaches what is needed, which may
     lie outside [0, 1] where every label, or none, is in the set.
     """
     task: Any = predictor.task

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -62,14 +63,9 @@ class Subject:
         return self.smoother.noise
 
     @property
-    def class_names(self) -> tuple[str, ...]:
-        return self.gallery.class_names
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Channels, height, width."""
-        channels, height, width = self.gallery.images.shape[1:]
-        return channels, height, width
+        return tuple(self.gallery.images.shape[1:])
 
     @property
     def clip(self) -> tuple[float, float] | None:
@@ -104,10 +100,8 @@ def own_subject(
     """A model and data of the user's: the data are split into holdout, calibration points and gallery."""
     parts = _split(data, calibration, gallery, seed)
     if parts is None:
-        raise InputError(
-            f"expected at least {LEAST} labelled images, for a holdout, calibration points and a gallery, got {len(data)}"
-        )
-    held, points, shown = parts
+        purpose = "for a holdout, calibration points and a gallery"
+        raise InputError(f"expected at least {LEAST} labelled images, {purpose}, got {len(data)}")
     smoother, task = Smoother(model, noise, device=device), Classification(score)
     added = smoother.noise
     norm = added.check_norm(norm)
@@ -115,8 +109,7 @@ def own_subject(
         if not isinstance(added, Gaussian) or norm != "l2":
             raise InputError(f"expected --epsilon, the largest radius on show, in {norm}; 1.5 sigma is for L2 alone")
         reach = REACH * added.sigma
-    shown, gradients = _fit_to(smoother, shown)
-    return Subject(data.name, smoother, shown, held, points, task=task, norm=norm, reach=reach, gradients=gradients)
+    return _subject(data.name, smoother, *parts, task=task, norm=norm, reach=reach)
 
 
 def saved_subject(
@@ -126,40 +119,32 @@ def saved_subject(
 
     Vanilla CP and RSCP+ are calibrated beside it on part of the data where there are enough of them.
     """
-    smoother, noise = predictor.running, predictor.noise
     refuse_groups(predictor.rule.asked.promise)
-    least_alpha = min(alpha for alpha, _ in predictor.levels)
+    certifies, least_alpha = predictor.noise.certifies, min(alpha for alpha, _ in predictor.levels)
     notes = ["The predictor was calibrated elsewhere; the images here must not have been among its calibration points."]
     parts = _split(data, calibration, gallery, seed)
-    if parts is not None and (not noise.certifies or len(parts[1]) * (least_alpha - 0.002) < 1):
-        parts = None
-    if parts is None:
-        (shown,) = data.split(-1, seed=seed)
-        shown, held, points = shown[: gallery or GALLERY], None, None
-        notes.append(
-            "It stands alone: it adds no noise for the others to use."
-            if not noise.certifies
-            else f"It stands alone: {len(data)} images are too few to calibrate vanilla CP and RSCP+ beside it."
-        )
-    else:
+    if parts is not None and certifies and len(parts[1]) * (least_alpha - 0.002) >= 1:
         held, points, shown = parts
         notes.append(f"Vanilla CP and RSCP+ were calibrated beside it on {len(points)} of the images given here.")
+    else:
+        held, points, shown = None, None, data.split(-1, seed=seed)[0][: gallery or GALLERY]
+        few = f"{len(data)} images are too few to calibrate vanilla CP and RSCP+ beside it"
+        notes.append(f"It stands alone: {few if certifies else 'it adds no noise for the others to use'}.")
     if predictor.class_names is not None:
-        shown = Labelled(shown.name, shown.images, shown.labels, predictor.class_names)
-    shown, gradients = _fit_to(smoother, shown)
-    if len(shown.class_names) != predictor.classes:
-        raise InputError(f"the predictor has {predictor.classes} classes, the model {len(shown.class_names)}")
+        shown = replace(shown, class_names=predictor.class_names)
     norm = str(predictor.rule.asked.threat.norm)
-    own: dict[str, Any] = {"saved": predictor, "task": predictor.task, "notes": tuple(notes), "norm": norm}
-    return Subject(data.name, smoother, shown, held, points, gradients=gradients, **own)
+    own = {"saved": predictor, "task": predictor.task, "notes": tuple(notes), "norm": norm}
+    subject = _subject(data.name, predictor.running, held, points, shown, **own)
+    if (outputs := len(subject.gallery.class_names)) != predictor.classes:
+        raise InputError(f"the predictor has {predictor.classes} classes, the model {outputs}")
+    return subject
 
 
 def refuse_groups(promise: Promise) -> None:
     """An image on the page, or one that is dropped on it, has no group."""
     if promise.groups is not None:
-        raise InputError(
-            "the promise is per group, and images on the page have none; the explorer shows promises that are not per group"
-        )
+        why = "the promise is per group, and images on the page have none"
+        raise InputError(f"{why}; the explorer shows promises that are not per group")
 
 
 def _split(
@@ -180,8 +165,10 @@ def _split(
     return holdout, points, rest[: gallery or GALLERY]
 
 
-def _fit_to(smoother: Smoother, shown: Labelled) -> tuple[Labelled, bool]:
-    """The gallery with a name for every output of the model, and whether gradients pass through it."""
+def _subject(
+    name: str, smoother: Smoother, held: Labelled | None, points: Labelled | None, shown: Labelled, **more: Any
+) -> Subject:
+    """With a name for every output of the model, and knowing whether gradients pass through it."""
     if shown.images.shape[1] not in (1, 3, 4):
         raise InputError(f"expected images of 1, 3 or 4 channels, got {shown.images.shape[1]}; others cannot be shown")
     if isinstance(smoother.model, nn.Module):
@@ -189,10 +176,8 @@ def _fit_to(smoother: Smoother, shown: Labelled) -> tuple[Labelled, bool]:
     outputs = smoother.logits(shown.images[:1], 1, Stream(0, "test")).shape[2]
     check_labels(shown.labels, len(shown), outputs)
     names = tuple(shown.class_names[k] if k < len(shown.class_names) else f"class {k}" for k in range(outputs))
-    noisy = NoisyModel(smoother.model, 0.0, 1, Stream(0, "attack"))
-    try:
-        pgd(noisy, shown.images[:1], shown.labels[:1], 0.1, steps=1, device=smoother.device, progress=False)
+    noisy, gradients = NoisyModel(smoother.model, 0.0, 1, Stream(0, "attack")), False
+    with suppress(InputError, RuntimeError):  # a black box: attacks will go by queries alone
+        pgd(noisy, *shown[:1].pair, 0.1, steps=1, device=smoother.device, progress=False)
         gradients = True
-    except (InputError, RuntimeError):  # a black box: attacks will go by queries alone
-        gradients = False
-    return Labelled(shown.name, shown.images, shown.labels, names), gradients
+    return Subject(name, smoother, replace(shown, class_names=names), held, points, gradients=gradients, **more)

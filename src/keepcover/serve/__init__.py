@@ -9,8 +9,7 @@ from keepcover.web import require
 
 require("the HTTP service", "serve", "prometheus_client")
 
-from keepcover.serve.app import create_app  # noqa: E402
-from keepcover.serve.deployment import Deployment  # noqa: E402
+from keepcover.serve.app import Deployment, create_app  # noqa: E402
 from keepcover.web.settings import Settings  # noqa: E402
 
 __all__ = ["Deployment", "Settings", "create_app"]

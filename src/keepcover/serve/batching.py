@@ -1,4 +1,4 @@
-"""Micro-batching: jobs of several requests share one call of the model, on one thread, behind a bounded queue.
+"""Micro-batching: queries of several requests share one call of the model, on one thread, behind a bounded queue.
 
 Every call draws its own key from the operating system *after* its images were taken from the queue, and keys each
 image's noise by its position in the call. So no image can be chosen in the knowledge of the noise it will get, its own
@@ -21,50 +21,44 @@ import torch
 from torch import Tensor
 
 from keepcover.prediction.predictor import Level
-from keepcover.web.problems import Problem
+from keepcover.serve.observing import Metrics
+from keepcover.web.requests import Problem
+from keepcover.web.settings import Settings
 
 Groups = Sequence[str | int] | None
-# Images [n, ...], a level and the groups of the images -> n sets, which can be sliced.
-Predict = Callable[[Tensor, Level, Groups], Any]
 
 
 @dataclass(eq=False)
-class Job:
-    """The images of one request, and the promise of their sets."""
+class Query:
+    """Images [n, ...] in [0, 1], the (alpha, epsilon) to answer for, and the group of each where the promise is per group."""
 
     images: Tensor
     level: Level
-    groups: Groups
-    answer: asyncio.Future[Any]
+    groups: Groups = None
+    answer: Any = None  # a future, from the moment it is accepted
+
+    def __len__(self) -> int:
+        return len(self.images)
 
 
 class Batcher:
     """A bounded queue in front of one thread that runs the model.
 
     Args:
-        predict: called on that thread only, never twice at once.
-        max_batch: images per call; a larger job is a call of its own.
-        max_wait: seconds a batch that is not full waits for more.
-        max_queue: images that may wait.
-        observe: told the images and seconds of every call.
+        predict: images [n, ...], a level and the groups of the images -> n sets, which can be sliced; called on that
+            thread only, never twice at once.
+        settings: images per call (a larger query is a call of its own), seconds that a batch waits to be filled, and
+            images that may wait.
+        metrics: told what is accepted and answered, what waits, and every call.
     """
 
-    def __init__(
-        self,
-        predict: Predict,
-        *,
-        max_batch: int,
-        max_wait: float,
-        max_queue: int,
-        observe: Callable[[int, float], None] | None = None,
-    ) -> None:
-        self._predict, self._observe = predict, observe
-        self.max_batch, self.max_wait, self.max_queue = max_batch, max_wait, max_queue
+    def __init__(self, predict: Callable[[Tensor, Level, Groups], Any], settings: Settings, metrics: Metrics) -> None:
+        self.predict, self.settings, self.metrics = predict, settings, metrics
         self.waiting = 0  # images
         self.stopping = False
         self.busy_since: float | None = None
-        self._jobs: deque[Job] = deque()
-        self._running: list[Job] = []
+        self._queue: deque[Query] = deque()
+        self._running: list[Query] = []
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._seconds_per_image = 0.0
@@ -93,42 +87,40 @@ class Batcher:
         self._wake.set()
         if self._task is None:
             return True
-        awaited = any(not job.answer.done() for job in (*self._jobs, *self._running))
+        awaited = any(not query.answer.done() for query in (*self._queue, *self._running))
         await asyncio.wait([self._task], timeout=timeout if awaited else min(timeout, 1.0))
-        if self._task.done():
-            return True
-        self._task.cancel()
-        return False
+        return not self._task.cancel()  # nothing is left to cancel where it is done
 
     def check_room(self, images: int) -> None:
         """Refuse what the queue cannot take now, before it has cost anything."""
         if self.stopping:
             raise Problem("stopping", "the service is shutting down; ask another replica", retry_after=1.0)
-        if self.waiting + images > self.max_queue:
-            raise Problem(
-                "overloaded",
-                f"{self.waiting} images are waiting and {images} more do not fit the queue of {self.max_queue}; try again later",
-                retry_after=self.waiting * self._seconds_per_image,
-            )
+        most = self.settings.max_queue
+        if self.waiting + images > most:
+            full = f"{self.waiting} images are waiting and {images} more do not fit the queue of {most}"
+            later = self.waiting * self._seconds_per_image
+            raise Problem("overloaded", f"{full}; try again later", retry_after=later)
 
-    def accept(self, images: Tensor, level: Level, groups: Groups = None) -> Job:
-        """Put the images of one request in the queue; from here on it will be answered."""
-        self.check_room(len(images))
+    async def answer(self, query: Query) -> Any:
+        """The sets of a query for which there is room; cancelled, it gives its place in the queue back."""
         self.start()  # for an application that mounts this one and does not run our lifespan
-        job = Job(images, level, groups, asyncio.get_running_loop().create_future())
-        self._jobs.append(job)
-        self.waiting += len(images)
+        query.answer = asyncio.get_running_loop().create_future()
+        self._queue.append(query)
+        self._wait_for(len(query))
+        self.metrics.accepted.inc()
         self._wake.set()
-        return job
-
-    async def answer(self, job: Job) -> Any:
-        """The sets of an accepted job; cancelled, the job gives its place in the queue back."""
         try:
-            return await job.answer
+            sets = await query.answer
         finally:
-            if job in self._jobs:  # its client has gone
-                self._jobs.remove(job)
-                self.waiting -= len(job.images)
+            if query in self._queue:  # its client has gone
+                self._queue.remove(query)
+                self._wait_for(-len(query))
+        self.metrics.answered.inc()
+        return sets
+
+    def _wait_for(self, more: int) -> None:
+        self.waiting += more
+        self.metrics.queue.set(self.waiting)
 
     async def _work(self) -> None:
         loop = asyncio.get_running_loop()
@@ -136,59 +128,55 @@ class Batcher:
         try:
             while await self._fill():
                 batch = self._running = self._take()
-                if not batch:
-                    continue
                 self.busy_since = time.monotonic()
                 results = await loop.run_in_executor(thread, self._run, batch)
-                images, seconds, self.busy_since = sum(len(job.images) for job in batch), self.busy_for, None
+                images, seconds, self.busy_since = sum(map(len, batch)), self.busy_for, None
                 self._seconds_per_image = 0.8 * self._seconds_per_image + 0.2 * seconds / images
-                for job, result in results.items():
-                    if job.answer.done():  # timed out or gone
-                        continue
-                    if isinstance(result, Exception):
-                        job.answer.set_exception(result)
-                    else:
-                        job.answer.set_result(result)
-                if self._observe is not None:
-                    self._observe(images, seconds)
+                self.metrics.batch_images.observe(images)
+                self.metrics.batch_seconds.observe(seconds)
+                for query, result in results.items():
+                    if not query.answer.done():  # else timed out or gone
+                        failed = isinstance(result, Exception)
+                        (query.answer.set_exception if failed else query.answer.set_result)(result)
         finally:
             thread.shutdown(wait=False)  # it ends with its call; a model that hangs must not hang the event loop
 
     async def _fill(self) -> bool:
-        """Wait for a first job, then a little for a full batch; False when stopping with nothing left to do."""
-        while not self._jobs:
-            if self.stopping:
+        """Wait for a first query, then a little for a full batch; False when stopping with nothing left to do."""
+        settings = self.settings
+        while True:
+            await self._until(lambda: self._queue or self.stopping)
+            if not self._queue:
                 return False
+            with suppress(TimeoutError):
+                async with asyncio.timeout(settings.batch_wait):
+                    await self._until(lambda: self.waiting >= settings.max_batch or self.stopping)
+            if self._queue:  # else their clients have gone
+                return True
+
+    async def _until(self, enough: Callable[[], Any]) -> None:
+        while not enough():
             self._wake.clear()
             await self._wake.wait()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.max_wait):
-                while self.waiting < self.max_batch and not self.stopping:
-                    self._wake.clear()
-                    await self._wake.wait()
-        return True
 
-    def _take(self) -> list[Job]:
-        batch: list[Job] = []
-        taken = 0
-        while self._jobs and (not batch or taken + len(self._jobs[0].images) <= self.max_batch):
-            batch.append(self._jobs.popleft())
-            taken += len(batch[-1].images)
-        self.waiting -= taken
+    def _take(self) -> list[Query]:
+        batch = [self._queue.popleft()]
+        while self._queue and sum(map(len, batch)) + len(self._queue[0]) <= self.settings.max_batch:
+            batch.append(self._queue.popleft())
+        self._wait_for(-sum(map(len, batch)))
         return batch
 
-    def _run(self, batch: list[Job]) -> dict[Job, Any]:
-        """On the model's thread: one call per level; where a call fails, each of its jobs alone."""
-        results: dict[Job, Any] = {}
-        for level in dict.fromkeys(job.level for job in batch):
-            members = [job for job in batch if job.level == level]
+    def _run(self, batch: list[Query]) -> dict[Query, Any]:
+        """On the model's thread: one call per level; where a call fails, each of its queries alone."""
+        results: dict[Query, Any] = {}
+        for level in dict.fromkeys(query.level for query in batch):
+            members = [query for query in batch if query.level == level]
             try:
-                known = [job.groups for job in members if job.groups is not None]
-                groups = [name for names in known for name in names] if known else None
-                sets = self._predict(torch.cat([job.images for job in members]), level, groups)
-                ends = accumulate((len(job.images) for job in members), initial=0)
+                groups = [name for query in members for name in query.groups or ()] or None
+                sets = self.predict(torch.cat([query.images for query in members]), level, groups)
+                ends = accumulate(map(len, members), initial=0)
                 results.update(zip(members, (sets[a:b] for a, b in pairwise(ends)), strict=True))
             except Exception as error:
-                for job in members:
-                    results |= {job: error} if len(members) == 1 else self._run([job])
+                for query in members:
+                    results |= {query: error} if len(members) == 1 else self._run([query])
         return results

@@ -1,4 +1,4 @@
-"""Limits on what clients may do: headers, work, a token, repetitions. All of them bounded in memory."""
+"""Limits on what clients may do: work, a token, repetitions. All of them bounded in memory."""
 
 from __future__ import annotations
 
@@ -13,28 +13,16 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi.security import HTTPBearer
 from starlette.requests import HTTPConnection
-from starlette.types import Scope
 from torch import Tensor
 
-from keepcover.web.problems import Problem
+from keepcover.web.requests import Problem
 from keepcover.web.server import plain_address
-from keepcover.web.settings import KIB
 
-HEAD = 16 * KIB
 THREADS = min(4, os.cpu_count() or 1)
-T = TypeVar("T")
-
-
-def check_head(scope: Scope) -> None:
-    """Refuse a request whose address and headers exceed :data:`HEAD` bytes, however they arrived."""
-    size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
-    size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])  # ": " and the end of the line
-    if size > HEAD:
-        raise Problem("headers_too_large", f"the address and the headers exceed {HEAD} bytes")
 
 
 class ReadingPool:
@@ -62,7 +50,7 @@ class ReadingPool:
         """Seconds since the oldest request that is still here came."""
         return time.monotonic() - min(list(self._here.values()), default=math.inf)
 
-    async def run(self, work: Callable[[], T]) -> T:
+    async def run(self, work: Callable[[], Any]) -> Any:
         """Do the work on one of the threads, or refuse at once."""
         if self.full:
             raise Problem("overloaded", f"{self.room} requests wait to be read; try again later", retry_after=1.0)
@@ -80,7 +68,7 @@ class Bearer(HTTPBearer):
         >>> bearer.check("Bearer correct horse battery")
         >>> bearer.check("Bearer correct horse batterz")
         Traceback (most recent call last):
-        keepcover.web.problems.Problem: expected the header Authorization: Bearer TOKEN with this service's token
+        keepcover.web.requests.Problem: expected the header Authorization: Bearer TOKEN with this service's token
     """
 
     def __init__(self, token: str) -> None:
@@ -109,9 +97,6 @@ class RepeatLimit:
         self.limit, self.window, self.entries, self._clock = limit, window, entries, clock
         self._key = secrets.token_bytes(32)
         self._times: OrderedDict[bytes, list[float]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._times)
 
     def count(self, client: str, images: Tensor) -> None:
         """Count every image of a request, or refuse the request and count none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from keepcover.errors import InputError, install
-from keepcover.serve.deployment import Deployment
+from keepcover.serve.app import Deployment
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

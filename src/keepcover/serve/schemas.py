@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema, create_model
 from pydantic_core import ErrorDetails
 
-from keepcover.web.problems import STATUS, Problem, invalid
+from keepcover.prediction.predictor import Level
+from keepcover.web.requests import STATUS, Problem, invalid
 from keepcover.web.settings import Settings
 
 PER_QUERY = (
@@ -89,14 +90,8 @@ class Answer(BaseModel):
     ticket: str | None = Field(description="Send it to /v1/outcomes with the true labels, once they are known.")
 
 
-SETS: dict[str, Any] = {
-    "classification": Set,
-    "multilabel": Set,
-    "regression": Intervals,
-    "segmentation": Scene,
-    "loss": Parameter,
-}
-"""How the sets of every task are sent; of others, as they give their rows."""
+# How the sets of every task are sent; of others, as they give their rows.
+SETS = {"classification": Set, "multilabel": Set, "regression": Intervals, "segmentation": Scene, "loss": Parameter}
 
 
 def answer_model(task: str) -> type[BaseModel]:
@@ -182,18 +177,13 @@ class Refusal(BaseModel):
 
 
 def request_model(
-    shape: tuple[int, ...],
-    max_images: int,
-    alphas: list[float],
-    epsilons: list[float],
-    tokens: tuple[int, int] | None = None,
-    grouped: bool = False,
+    shape: tuple[int, ...], max_images: int, levels: Collection[Level], tokens: Any = None, grouped: bool = False
 ) -> type[BaseModel]:
     """The JSON request for images of one shape: nested lists of exactly that shape, finite numbers in [0, 1]; or whole numbers
-    in the range of the tokens that were calibrated on. Where the promise is per group, every image has one.
+    from the first to the last of the ``tokens`` that were calibrated on. Where the promise is per group, every image has one.
 
     Example:
-        >>> model = request_model((1, 1, 2), 4, [0.1], [0.5])
+        >>> model = request_model((1, 1, 2), 4, [(0.1, 0.5)])
         >>> model.model_validate_json('{"images": [[[[0, 0.5]]]]}').images
         [[[[0.0, 0.5]]]]
     """
@@ -203,8 +193,9 @@ def request_model(
     for size in reversed(shape):
         image = Annotated[list[image], Field(min_length=size, max_length=size), FailFast()]
 
-    def level(values: list[float]) -> Any:
-        schema = {"anyOf": [{"type": "number", "enum": values}, {"type": "null"}], "default": None}
+    def level(values: Sequence[float]) -> Any:
+        listed = {"type": "number", "enum": list(dict.fromkeys(values))}
+        schema = {"anyOf": [listed, {"type": "null"}], "default": None}
         return Annotated[float | None, Field(strict=True), WithJsonSchema(schema)]
 
     images: Any = Annotated[list[image], Field(min_length=1, max_length=max_images), FailFast()]
@@ -215,8 +206,8 @@ def request_model(
         "PredictRequest",
         __config__=ConfigDict(extra="forbid", json_schema_extra={"description": "Images as nested lists of numbers."}),
         images=(images, ...),
-        alpha=(level(alphas), None),
-        epsilon=(level(epsilons), None),
+        alpha=(level([alpha for alpha, _ in levels]), None),
+        epsilon=(level([epsilon for _, epsilon in levels]), None),
         **groups,
     )
 
@@ -231,7 +222,7 @@ def check_structure(body: bytes, shape: tuple[int, ...], max_images: int, names:
         >>> check_structure(b'{"images": [[[[0, 0.5]]]]}', (1, 1, 2), 4)
         >>> check_structure(b'{"images": [[[[0, 0.5]]]], "draws": 9}', (1, 1, 2), 4)
         Traceback (most recent call last):
-        keepcover.web.problems.Problem: unknown field 'draws'; the fields are images, alpha and epsilon
+        keepcover.web.requests.Problem: unknown field 'draws'; the fields are images, alpha and epsilon
     """
     seen: set[str] = set()
     for found in _NAME.finditer(body):
@@ -243,18 +234,15 @@ def check_structure(body: bytes, shape: tuple[int, ...], max_images: int, names:
         seen.add(name)
     lists = 1 + max_images * sum(math.prod(shape[:depth]) for depth in range(len(shape)))
     groups = max_images if "groups" in names else 0
-    full = {
-        "commas": max_images * math.prod(shape) + 2 + groups,
-        "lists": lists + (groups > 0),
-        "objects": 1,
-        "quotation marks": 2 * (len(names) + groups),
-    }
-    for (what, most), mark in zip(full.items(), (b",", b"[", b"{", b'"'), strict=True):
+    for what, mark, most in (
+        ("commas", b",", max_images * math.prod(shape) + 2 + groups),
+        ("lists", b"[", lists + (groups > 0)),
+        ("objects", b"{", 1),
+        ("quotation marks", b'"', 2 * (len(names) + groups)),
+    ):
         if (count := body.count(mark)) > 2 * most + 10:
-            raise invalid(
-                f"expected 1 to {max_images} images of shape {' x '.join(map(str, shape))}, which take {most} {what} at most, "
-                f"got {count}"
-            )
+            expected = f"expected 1 to {max_images} images of shape {' x '.join(map(str, shape))}"
+            raise invalid(f"{expected}, which take {most} {what} at most, got {count}")
 
 
 def unknown(name: str, names: Sequence[str], what: str = "unknown field") -> Problem:
@@ -267,36 +255,32 @@ def unknown(name: str, names: Sequence[str], what: str = "unknown field") -> Pro
 
 def explain(error: ErrorDetails, shape: tuple[int, ...], max_images: int, names: Sequence[str] = FIELDS) -> Problem:
     """One validation error as a refusal that says where, what was expected, what was found, and what to do."""
-    kind, path = error["type"], error["loc"]
+    kind, path, context = error["type"], error["loc"], error.get("ctx", {})
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".") or "the body"
-    found = reprlib.repr(error["input"])[:60]
-    sizes = " x ".join(map(str, shape))
-    context = error.get("ctx", {})
+    given, found, sizes = error["input"], reprlib.repr(error["input"])[:60], " x ".join(map(str, shape))
     if kind == "json_invalid":
         return Problem("bad_request", f"expected JSON: {context.get('error', 'it cannot be parsed')}")
     if kind == "extra_forbidden":
         return unknown(str(path[-1]), names)
     if path[:1] == ("groups",):
-        return invalid(
-            f"expected the field groups: the group of every image, in order, as names of at most {LONGEST} characters or whole numbers"
-        )
-    if kind == "missing":
-        return invalid(f"expected the field {where}: a list of images of shape {sizes}, channels first")
+        each = f"as names of at most {LONGEST} characters or whole numbers"
+        return invalid(f"expected the field groups: the group of every image, in order, {each}")
+    shaped = f"expected images of shape {sizes}, channels first"
     if kind in ("too_short", "too_long"):
         actual = context.get("actual_length")
-        actual = len(error["input"]) if actual is None else actual  # pydantic stops counting at the first too many
+        actual = len(given) if actual is None else actual  # pydantic stops counting at the first too many
         if len(path) == 1:
             return invalid(f"expected 1 to {max_images} images in one request, got {actual}")
-        return invalid(
-            f"expected images of shape {sizes}, channels first: {where} has {actual} entries, not {shape[len(path) - 2]}"
-        )
+        return invalid(f"{shaped}: {where} has {actual} entries, not {shape[len(path) - 2]}")
+    if kind == "missing":
+        return invalid(f"expected the field {where}: a list of images of shape {sizes}, channels first")
     if kind == "list_type":
-        return invalid(f"expected images of shape {sizes}, channels first: {where} is {found}, not a list")
-    if kind in ("less_than_equal", "greater_than_equal") and isinstance(context.get("le", context.get("ge")), int):
-        bound = f"at most {context['le']}" if "le" in context else f"at least {context['ge']}"
-        return invalid(f"expected tokens {bound}, as calibrated on, got {found} at {where}")
+        return invalid(f"{shaped}: {where} is {found}, not a list")
+    if isinstance(bound := context.get("le", context.get("ge")), int):
+        most = "most" if "le" in context else "least"
+        return invalid(f"expected tokens at {most} {bound}, as calibrated on, got {found} at {where}")
     if kind in ("less_than_equal", "greater_than_equal"):
-        hint = "; divide 0-255 by 255" if isinstance(error["input"], int | float) and error["input"] > 1 else ""
+        hint = "; divide 0-255 by 255" if isinstance(given, int | float) and given > 1 else ""
         return invalid(f"expected pixels in [0, 1], got {found} at {where}{hint}")
     if kind in ("int_type", "int_from_float"):
         return invalid(f"expected a token, a whole number, at {where}, got {found}")

@@ -15,6 +15,7 @@ import sqlite3
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,8 +26,8 @@ from torch import Tensor
 from keepcover.errors import InputError
 from keepcover.monitoring import Monitor, monitor
 from keepcover.prediction.predictor import Level, Predictor
-from keepcover.serve.logs import log
-from keepcover.web.problems import Problem, invalid
+from keepcover.serve.observing import log
+from keepcover.web.requests import Problem, invalid
 from keepcover.web.settings import KIB, Settings
 
 HEAD = struct.Struct(">d12sHH")  # expires, a number used once, position of the level, sets
@@ -47,40 +48,35 @@ class Watch:
 
     def __init__(self, predictor: Predictor, settings: Settings, clock: Callable[[], float] = time.time) -> None:
         self.predictor, self.settings, self.clock = predictor, settings, clock
-        self.levels, self.off = list(predictor.levels), ""
-        try:
-            if not predictor.task.early:
-                raise InputError(
-                    f"tickets hold sets of labels, and {predictor.task.name} has others; watch it in Python"
-                )
-            if not settings.monitor:
-                raise InputError("it was switched off")
+        self.levels, self.fresh, self.off = list(predictor.levels), list[Monitor](), ""
+        if not predictor.task.early:
+            self.off = f"tickets hold sets of labels, and {predictor.task.name} has others; watch it in Python"
+        elif not settings.monitor:
+            self.off = "it was switched off"
+        else:
             rate = settings.false_alarm
-            self.fresh = [monitor(predictor, alpha=a, epsilon=e, false_alarm=rate) for a, e in self.levels]
-        except InputError as error:  # a promise that cannot be watched can be served
-            self.fresh, self.off = [], str(error)
+            try:
+                self.fresh = [monitor(predictor, alpha=a, epsilon=e, false_alarm=rate) for a, e in self.levels]
+            except InputError as error:  # a promise that cannot be watched can be served
+                self.off = str(error)
         # Tickets and state of another predictor, or of this one before it was recalibrated, are none of this one's.
         self.name = predictor.digest
         self.key = hmac.digest((settings.ticket_key or "").encode(), self.name.encode(), "sha256")
-        self._lock, self._noting = (
-            threading.Lock(),
-            threading.Lock(),
-        )  # the second is never held for long: answers take it
-        self._new, self._written = list[tuple[int, ndarray]](), 0.0
+        self._lock = threading.Lock()
+        self._new, self._written = deque[tuple[int, ndarray]](), 0.0  # a deque: answers add to it and wait for nothing
+        path = settings.monitor_file
         try:
-            self._file = sqlite3.connect(settings.monitor_file or ":memory:", timeout=30, check_same_thread=False)
+            self._file = sqlite3.connect(path or ":memory:", timeout=30, check_same_thread=False)
             self._file.isolation_level = None
             for line in TABLES:
                 self._file.execute(line)
             self._change(lambda _: None)  # a state that cannot be read is found now
         except sqlite3.Error as error:
-            raise InputError(
-                f"cannot keep the monitor in {settings.monitor_file} ({error}); name a file on a local disk that can be written"
-            ) from None
+            why = f"cannot keep the monitor in {path} ({error}); name a file on a local disk that can be written"
+            raise InputError(why) from None
         except (ValueError, TypeError) as error:
-            raise InputError(
-                f"{settings.monitor_file} holds a state that no monitor wrote ({error}); move the file away to begin anew"
-            ) from None
+            why = f"{path} holds a state that no monitor wrote ({error}); move the file away to begin anew"
+            raise InputError(why) from None
 
     # -- tickets -----------------------------------------------------------------------------------------------------------
 
@@ -92,10 +88,7 @@ class Watch:
         head = HEAD.pack(expires, number, self.levels.index(level), len(sets))
         content = head + np.packbits(sets.mask.cpu().numpy(), axis=1).tobytes()
         content += b"" if group is None else group.numpy().astype(CODE).tobytes()
-        return base64.urlsafe_b64encode(content + self._seal(content)).decode()
-
-    def _seal(self, content: bytes) -> bytes:
-        return hmac.digest(self.key, content, "sha256")[:SEAL]
+        return base64.urlsafe_b64encode(content + hmac.digest(self.key, content, "sha256")[:SEAL]).decode()
 
     def _open(self, ticket: str) -> tuple[float, bytes, int, ndarray, ndarray]:
         try:
@@ -103,7 +96,7 @@ class Watch:
         except ValueError:
             raw = b""
         content, seal = raw[:-SEAL], raw[-SEAL:]
-        if not hmac.compare_digest(self._seal(content), seal):
+        if not hmac.compare_digest(hmac.digest(self.key, content, "sha256")[:SEAL], seal):
             raise invalid("expected a ticket of this service and of the predictor it serves now")
         expires, number, at, sets = HEAD.unpack(content[: HEAD.size])
         classes = self.predictor.classes
@@ -157,38 +150,36 @@ class Watch:
 
     def _true(self, label: int | str | list[int | str]) -> list[int]:
         """What is true of one query: one label, or a list of them where there may be several."""
-        single, classes = self.predictor.task.single, self.predictor.classes
-        if single == isinstance(label, list) or (isinstance(label, list) and len(label) > classes):
-            raise invalid(f"expected {'one label' if single else 'a list of true labels'} per set, got {label!r:.60}")
-        names, least = self.predictor.class_names or (), -1 if single else 0
+        single, classes, names = self.predictor.task.single, self.predictor.classes, self.predictor.class_names or ()
         listed = label if isinstance(label, list) else [label]
-        found = [names.index(one) if isinstance(one, str) and one in names else one for one in listed]
-        strange = next((one for one in found if not isinstance(one, int) or not least <= one < classes), None)
-        if strange is not None:
-            other = ", -1 for a class that the model does not have" if single else ""
-            raise invalid(f"expected labels as class names or as indices below {classes}{other}, got {strange!r:.60}")
-        return sorted({int(one) for one in found})
+        if single == isinstance(label, list) or len(listed) > classes:
+            raise invalid(f"expected {'one label' if single else 'a list of true labels'} per set, got {label!r:.60}")
+        found: list[Any] = [names.index(one) if one in names else one for one in listed]
+        least = -1 if single else 0
+        for one in found:
+            if not isinstance(one, int) or not least <= one < classes:
+                other = ", -1 for a class that the model does not have" if single else ""
+                raise invalid(f"expected labels as class names or as indices below {classes}{other}, got {one!r:.60}")
+        return sorted(set(found))
 
     def saw(self, level: Level, sets: Any) -> bool:
         """Note queries; whether it is time for :meth:`write`."""
         if self.off:
             return False
         at, now = self.levels.index(level), time.monotonic()
-        with self._noting:
-            self._new.append((at, self.fresh[at].statistics(sets)))
-            due = now - self._written > PAUSE
-            self._written = now if due else self._written  # once: the next answers must not ask for it too
-            return due
+        self._new.append((at, self.fresh[at].statistics(sets)))
+        due = now - self._written > PAUSE
+        self._written = now if due else self._written  # once: the next answers must not ask for it too
+        return due
 
     def write(self) -> list[Monitor]:
         """Count the queries noted so far; the monitors as they then are."""
+        new = [self._new.popleft() for _ in range(len(self._new))]
 
         def count(monitors: list[Monitor]) -> None:
             for at in {at for at, _ in new}:
                 monitors[at].add_queries(np.concatenate([some for where, some in new if where == at]), now=self.clock())
 
-        with self._noting:
-            new, self._new = self._new, []
         return self._change(count)
 
     def _change(self, change: Callable[[list[Monitor]], None]) -> list[Monitor]:
@@ -196,9 +187,8 @@ class Watch:
         with self._lock, self._file:
             self._file.execute("BEGIN IMMEDIATE")
             row = self._file.execute("SELECT monitors FROM state WHERE name = ?", (self.name,)).fetchone()
-            monitors = [
-                Monitor.from_dict(one) for one in (json.loads(row[0]) if row else map(Monitor.to_dict, self.fresh))
-            ]
+            known = json.loads(row[0]) if row else map(Monitor.to_dict, self.fresh)
+            monitors = [Monitor.from_dict(one) for one in known]
             before = [set(one.alarms) for one in monitors]
             change(monitors)
             text = json.dumps([one.to_dict() for one in monitors])

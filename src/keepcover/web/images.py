@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 from PIL import Image
 
-from keepcover.web.problems import Problem, invalid
+from keepcover.web.requests import Problem, invalid
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 PASSES = 16  # over the pixels of the largest image; usual progressive files have up to 12 scans
@@ -33,7 +33,7 @@ class _Metered(io.BytesIO):
         return super().read(size)
 
 
-def values(image: Image.Image, shape: tuple[int, int, int]) -> Float[np.ndarray, "c h w"]:
+def values(image: Image.Image, shape: tuple[int, ...]) -> Float[np.ndarray, "c h w"]:
     """The pixels of a decoded image in [0, 1], channels first."""
     channels, height, width = shape
     pixels = np.asarray(image, dtype=np.uint8).reshape(height, width, channels)
@@ -57,10 +57,9 @@ def opened(content: bytes, name: str, max_work: int) -> Iterator[Image.Image]:
         with Image.open(_Metered(content), formats=FORMATS) as image:
             pixels = image.size[0] * image.size[1]
             if pixels * scans + TEXT * texts > max_work:
-                raise invalid(
-                    f"{name}: {pixels} pixels in {scans} scans are more work than the {max_work} pixels a file of this request "
-                    "may cost; save it without progressive scans, or send fewer or smaller files"
-                )
+                work = f"more work than the {max_work} pixels a file of this request may cost"
+                instead = "save it without progressive scans, or send fewer or smaller files"
+                raise invalid(f"{name}: {pixels} pixels in {scans} scans are {work}; {instead}")
             if (frames := getattr(image, "n_frames", 1)) > 1:
                 raise invalid(f"{name}: expected one image, got an animation of {frames} frames")
             yield image
@@ -69,6 +68,5 @@ def opened(content: bytes, name: str, max_work: int) -> Iterator[Image.Image]:
     except Image.DecompressionBombError:
         raise invalid(f"{name}: the image claims far more pixels than are read here") from None
     except Exception as error:  # decoders of untrusted bytes raise anything: OSError, SyntaxError, struct.error
-        raise invalid(
-            f"{name}: not a readable image ({type(error).__name__}); expected a complete {', '.join(FORMATS)} file"
-        ) from None
+        expected = f"expected a complete {', '.join(FORMATS)} file"
+        raise invalid(f"{name}: not a readable image ({type(error).__name__}); {expected}") from None

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import keepcover
 from keepcover.errors import InputError
-from keepcover.web.bodies import BodyLimit
-from keepcover.web.problems import Problem
+from keepcover.web.requests import BodyLimit, Problem
+from keepcover.web.settings import Settings
 
 BACKLOG = 128
 full = logging.getLogger("keepcover.web.connections")
@@ -77,41 +77,28 @@ class Protocol(H11Protocol):
         self._watch = self.loop.call_later(self.idle, self._look)
 
 
-def bare_app(
-    title: str,
-    lifespan: Any,
-    refuse: Any,
-    *,
-    max_body: int,
-    max_bodies: int,
-    body_timeout: float,
-    description: str = "",
-) -> FastAPI:
+def bare_app(title: str, settings: Settings, lifespan: Any, description: str = "") -> FastAPI:
     """An application with limits on bodies, without redirects and FastAPI's own pages, which load scripts from elsewhere.
 
-    ``refuse`` answers a :class:`Problem` and what the web framework itself refuses.
+    What it refuses, and what the web framework itself refuses, is raised as a :class:`Problem`: a layer around it answers.
     """
-    app = FastAPI(
-        title=title,
-        version=keepcover.__version__,
-        description=description,
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        redirect_slashes=False,
-    )
-    app.add_middleware(BodyLimit, max_body=max_body, max_bodies=max_bodies, timeout=body_timeout)
-    for kind in (Problem, HTTPException):
-        app.add_exception_handler(kind, refuse)
+    about: dict[str, Any] = {"title": title, "version": keepcover.__version__, "description": description}
+    app = FastAPI(**about, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.add_middleware(BodyLimit, settings=settings)
+    app.add_exception_handler(HTTPException, _refuse)
     return app
 
 
-class Announcing(uvicorn.Server):
-    """Tells when it answers, not before."""
+async def _refuse(_: Request, error: Exception) -> Response:
+    raise Problem.of(error)
 
-    def __init__(self, config: uvicorn.Config, announce: Callable[[], object]) -> None:
-        super().__init__(config)
+
+class Server(uvicorn.Server):
+    """uvicorn with the protocol above; it tells when it answers, not before."""
+
+    def __init__(self, app: FastAPI, announce: Callable[[], object], **options: Any) -> None:
+        plain: dict[str, Any] = {"http": Protocol, "ws": "none", "access_log": False, "server_header": False}
+        super().__init__(uvicorn.Config(app, backlog=BACKLOG, **plain, **options))
         self.announce = announce
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -7,6 +7,7 @@ Nothing here touches the noise: no setting, and no request, carries a seed.
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from dataclasses import dataclass, field, fields
@@ -22,6 +23,11 @@ UNKNOWN = ("error", "widest")
 def _about(default: Any, help: str, *, kind: Any = None, told: bool = False, **options: Any) -> Any:
     """A field that describes itself: ``kind`` is its type on the command line, and clients are told it where ``told``."""
     return field(default=default, metadata={"help": help, "kind": kind, "told": told}, **options)
+
+
+def _check(fine: Any, otherwise: str) -> None:
+    if not fine:
+        raise InputError(otherwise)
 
 
 @dataclass(frozen=True)
@@ -72,33 +78,29 @@ class Settings:
         object.__setattr__(self, "shape", read_shape(self.shape))
         if self.ticket_key is None:  # one for all workers and replicas, who get these settings as they are
             object.__setattr__(self, "ticket_key", secrets.token_hex(32))
-        if not 0 < self.false_alarm < 1:
-            raise InputError(f"expected false_alarm strictly between 0 and 1, got {self.false_alarm}")
-        if not 0 <= self.batch_wait <= 1:
-            raise InputError(f"expected batch_wait between 0 and 1 second, got {self.batch_wait}")
         for one in fields(self):
-            value = getattr(self, one.name)
-            if "int" in str(one.type) and value is not None and not 1 <= value < float("inf"):
-                raise InputError(f"expected {one.name} of at least 1, got {value}")
-            timed = one.type == "float" and one.name not in ("batch_wait", "false_alarm")
-            if timed and not (value and 0 < value < float("inf")):
-                raise InputError(f"expected {one.name} in seconds, above 0, got {value}")
-        if self.max_images > self.max_queue:
-            raise InputError(
-                f"a request of {self.max_images} images never fits a queue of {self.max_queue}; raise max_queue"
-            )
-        if self.max_body > self.max_bodies:
-            raise InputError(f"max_body {self.max_body} exceeds max_bodies {self.max_bodies}, the bound of them all")
+            value: Any = getattr(self, one.name)
+            if "int" in str(one.type):
+                _check(value is None or 1 <= value < math.inf, f"expected {one.name} of at least 1, got {value}")
+            elif one.type == "float" and one.name not in ("batch_wait", "false_alarm"):
+                _check(0 < value < math.inf, f"expected {one.name} in seconds, above 0, got {value}")
+        rate, pause = self.false_alarm, self.batch_wait
+        _check(0 < rate < 1, f"expected false_alarm strictly between 0 and 1, got {rate}")
+        _check(0 <= pause <= 1, f"expected batch_wait between 0 and 1 second, got {pause}")
+        crowd = f"a request of {self.max_images} images never fits a queue of {self.max_queue}; raise max_queue"
+        _check(self.max_images <= self.max_queue, crowd)
+        bodies = f"max_body {self.max_body} exceeds max_bodies {self.max_bodies}, the bound of them all"
+        _check(self.max_body <= self.max_bodies, bodies)
         for name, listed in (("resize", RESIZE), ("unknown", UNKNOWN)):
-            if getattr(self, name) not in listed:
-                raise InputError(f"expected {name} among {', '.join(listed)}, got {getattr(self, name)!r}")
-        for what in ("token", "ticket_key"):
-            secret = getattr(self, what)
-            if secret is not None and not re.fullmatch(r"[!-~]{16,}", secret):
-                found = f"{len(secret)} characters" if secret else "an empty one"
-                raise InputError(
-                    f"expected a {what} of at least 16 ASCII characters without spaces, got {found}: openssl rand -hex 32"
-                )
+            value = getattr(self, name)
+            _check(value in listed, f"expected {name} among {', '.join(listed)}, got {value!r}")
+        for name in ("token", "ticket_key"):
+            secret = getattr(self, name)
+            expected = f"expected a {name} of at least 16 ASCII characters without spaces"
+            found = f"{len(secret)} characters" if secret else "an empty one"
+            _check(
+                secret is None or re.fullmatch(r"[!-~]{16,}", secret), f"{expected}, got {found}: openssl rand -hex 32"
+            )
 
     def limits(self) -> dict[str, Any]:
         """What clients are told."""

@@ -1,21 +1,79 @@
-"""Request bodies: limits on bytes and seconds while they arrive, and forms."""
+"""Requests: limits on bytes and seconds while their bodies arrive, JSON and forms; and refusals.
+
+A refusal is a status, a code for programs and a sentence for readers; never a stack trace.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from keepcover.web.problems import Problem, invalid
+from keepcover.web.settings import Settings
 
-M = TypeVar("M", bound=BaseModel)
+STATUS = {
+    "bad_request": 400,
+    "unauthorized": 401,
+    "not_found": 404,
+    "method_not_allowed": 405,
+    "slow_body": 408,
+    "counted": 409,
+    "body_too_large": 413,
+    "unsupported_media_type": 415,
+    "invalid": 422,
+    "repeated": 429,
+    "headers_too_large": 431,
+    "internal": 500,
+    "overloaded": 503,
+    "timeout": 503,
+    "stopping": 503,
+}
+
+
+class Problem(Exception):  # noqa: N818, it is the client's
+    """A request that is not answered.
+
+    Example:
+        >>> problem = Problem("overloaded", "256 images are waiting", retry_after=0.2)
+        >>> problem.status, problem.headers
+        (503, {'retry-after': '1'})
+    """
+
+    def __init__(self, code: str, message: str, retry_after: float | None = None, headers: Any = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.status = code, message, STATUS[code]
+        self.headers: dict[str, str] = dict(headers or {})
+        if retry_after is not None:
+            self.headers["retry-after"] = str(max(1, math.ceil(retry_after)))
+
+    @classmethod
+    def of(cls, error: Exception) -> Problem:
+        """A problem as it is; a refusal of the web framework's, such as an unknown route; any other as invalid input."""
+        if isinstance(error, Problem):
+            return error
+        if not isinstance(error, HTTPException):
+            return invalid(str(error))
+        code = next((code for code, status in STATUS.items() if status == error.status_code), "bad_request")
+        return cls(code, str(error.detail), headers=error.headers)
+
+    def response(self, **more: Any) -> JSONResponse:
+        """The refusal as it is sent."""
+        error = {"code": self.code, "message": self.message}
+        return JSONResponse({"error": error, **more}, self.status, self.headers)
+
+
+def invalid(message: str) -> Problem:
+    """422: understood, but not something that can be answered."""
+    return Problem("invalid", message)
 
 
 class BodyLimit:
@@ -24,15 +82,16 @@ class BodyLimit:
     Refusals are raised where the application reads the body, so they are answered like any other.
     """
 
-    def __init__(self, app: ASGIApp, *, max_body: int, max_bodies: int, timeout: float) -> None:
-        self.app, self.max_body, self.max_bodies, self.timeout = app, max_body, max_bodies, timeout
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self.app, self.settings = app, settings
         self.held = 0  # bytes of every request that is not answered yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        size, complete = 0, False
-        deadline: float | None = None
+        most, seconds = self.settings.max_body, self.settings.body_timeout
+        size, complete, deadline = 0, False, 0.0
+        too_large = f"the body exceeds {most} bytes; send fewer images per request"
         declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
         expected = int(declared) if declared.isdigit() and len(declared) < 19 else 0
 
@@ -40,17 +99,19 @@ class BodyLimit:
             nonlocal size, complete, deadline
             if complete:  # what is left to hear is that the client hung up
                 return await receive()
-            self._refuse_beyond(expected)
-            deadline = deadline or asyncio.get_running_loop().time() + self.timeout
+            if expected > most:
+                raise Problem("body_too_large", too_large)
+            deadline = deadline or asyncio.get_running_loop().time() + seconds
             try:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                raise Problem("slow_body", f"the body did not arrive within {self.timeout:g} s") from None
+                raise Problem("slow_body", f"the body did not arrive within {seconds:g} s") from None
             arrived = len(message.get("body", b""))
             size, self.held, complete = size + arrived, self.held + arrived, not message.get("more_body", False)
-            self._refuse_beyond(size)
-            if self.held > self.max_bodies:
+            if size > most:
+                raise Problem("body_too_large", too_large)
+            if self.held > self.settings.max_bodies:
                 raise Problem("overloaded", "too many bytes are being received; try again later", retry_after=1.0)
             return message
 
@@ -59,18 +120,14 @@ class BodyLimit:
         finally:
             self.held -= size
 
-    def _refuse_beyond(self, size: int) -> None:
-        if size > self.max_body:
-            raise Problem("body_too_large", f"the body exceeds {self.max_body} bytes; send fewer images per request")
-
 
 def media_type(request: Request) -> str:
     """What the client says the body is, without parameters."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-async def json_of(request: Request, model: type[M], most: int) -> M:
-    """The JSON body of a request, of at most so many bytes, or a refusal that says what is wrong with it."""
+async def json_of(request: Request, model: type[BaseModel], most: int) -> Any:
+    """The JSON body of a request as a value of the model, of at most so many bytes, or a refusal that says what is wrong with it."""
     if media_type(request) != "application/json":
         raise Problem("unsupported_media_type", "expected content type application/json")
     body = await request.body()
