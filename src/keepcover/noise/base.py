@@ -175,10 +175,9 @@ class Threat:
 
     def __post_init__(self) -> None:
         norm = self.noise.check_norm(self.norm)
-        object.__setattr__(self, "norm", norm)
-        object.__setattr__(self, "epsilon", get_norm(norm).check(self.epsilon))
         needed = self.noise.needs_shape(norm) and self.shape is not None
-        object.__setattr__(self, "shape", self.noise.check_shape(norm, self.shape) if needed else None)
+        shape = self.noise.check_shape(norm, self.shape) if needed else None
+        vars(self).update(norm=norm, epsilon=get_norm(norm).check(self.epsilon), shape=shape)
 
     def up(self, q: Any) -> Any:
         """The largest attacked probability of a set of clean probability q."""
@@ -208,12 +207,7 @@ class Threat:
 
     def config(self) -> dict[str, Any]:
         """For JSON; :func:`keepcover.noise.get_threat` reads it back."""
-        return {
-            "noise": self.noise.config(),
-            "epsilon": self.epsilon,
-            "norm": self.norm,
-            "shape": None if self.shape is None else list(self.shape),
-        }
+        return {**vars(self), "noise": self.noise.config(), "shape": self.shape and list(self.shape)}
 
     @property
     def reach(self) -> str:
