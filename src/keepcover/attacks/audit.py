@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepcover.attacks.losses import Margin, mean_softmax
-from keepcover.attacks.pgd import NoisyModel, pgd
+from keepcover.attacks.pgd import Margin, NoisyModel, mean_softmax, pgd
 from keepcover.engine.inputs import batches, in_order
 from keepcover.engine.progress import Progress
 from keepcover.errors import InputError
@@ -117,8 +116,7 @@ def judge(
     (alpha, epsilon), stated = next(iter(predictor.levels)), predictor.rule
     threat = replace(stated.asked.threat, noise=predictor.noise, epsilon=epsilon)
     rule = replace(stated, asked=replace(stated.asked, alpha=alpha, threat=threat))
-    items: Any = predictor.items
-    items = rule.read(items)
+    items = rule.read(predictor.items)  # type: ignore[arg-type]
     promised = radius == 0 or (rule.method.certified and radius <= rule.asked.threat.epsilon * (1 + 1e-9))
     p_values = []
     for part, hit, threshold in _parts(rule, items, predictor, covered, truth, group):
@@ -213,20 +211,19 @@ def audit(
     attacked: dict[tuple[str, str, float], Tensor] = {}
     sets: dict[tuple[str, str, float], Sets] = {}
 
-    def craft(predictor: Predictor, attack: str, radius: float) -> Tensor:
+    def craft(name: str, predictor: Predictor, attack: str, radius: float) -> Tensor:
         smoother, norm = predictor.running, str(predictor.rule.asked.threat.norm)
         noisy = NoisyModel(smoother.scaled_model, smoother.noise, draws, stream, smoother.autocast)
         # Steps and radius are in the units of the noise.
         inputs, units = smoother.scaled(images), smoother.input_scale
         how = {**options, "norm": norm, "device": smoother.device, "clip": clip or _range(inputs, norm)}
-        how |= {"loss": mean_softmax if attack == "softmax" else Margin(predictor, stream)}
-        # The first is the same for every predictor on this model and noise.
-        key = (id(smoother.model), smoother.noise, units, norm, radius) if attack == "softmax" else None
-        moved = shared.get(key) if key else None
-        if moved is None:
-            moved = pgd(noisy, inputs, labels, radius, gradients=attack != "random", **how)
-        if key:
-            shared[key] = moved
+        loss = mean_softmax if attack == "softmax" else Margin(predictor, stream)
+        # The softmax attack is the same for every predictor on this model and noise.
+        own = None if attack == "softmax" else (name, attack)
+        key = (id(smoother.model), smoother.noise, units, norm, radius, own)
+        if key not in shared:
+            shared[key] = pgd(noisy, inputs, labels, radius, loss=loss, gradients=attack != "random", **how)
+        moved = shared[key]
         if units is None:
             return moved
         # In float64, and what did not move as it was: rounding must not add to the attack.
@@ -252,7 +249,7 @@ def audit(
                 continue
             for attack, function in wanted.items():
                 ours = isinstance(function, str)
-                inputs = craft(predictor, function, radius) if ours else function(images, labels, radius)
+                inputs = craft(name, predictor, function, radius) if ours else function(images, labels, radius)
                 record(name, predictor, attack, radius, _checked(inputs, images, radius, attack, predictor))
     digests = {name: predictor.digest for name, predictor in named.items()}
     return Audit(tuple(found), images, labels, attacked, sets, digests)
