@@ -16,10 +16,9 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from keepcover.engine.devices import checked_device
 from keepcover.engine.inputs import check_images
 from keepcover.engine.progress import Bar, Progress
-from keepcover.engine.smoother import Classifier, bound, evaluation_mode
+from keepcover.engine.smoother import Classifier, bound, checked_device, evaluation_mode
 from keepcover.errors import InputError
 from keepcover.noise import Noise, Norm, Stream, fresh_seed, get_noise, get_norm
 from keepcover.prediction.predictor import Predictor

@@ -15,11 +15,10 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from keepcover.engine.arrivals import IN_FLIGHT, Gathered, to_host
-from keepcover.engine.devices import checked_device
 from keepcover.engine.inputs import Batch, batches, length
 from keepcover.engine.pace import Pace
 from keepcover.engine.progress import Bar, Progress
-from keepcover.errors import InputError, reason, warn
+from keepcover.errors import InputError, reason, refusing, warn
 from keepcover.noise import Noise, Stream, get_noise
 from keepcover.noise.stream import widened
 
@@ -71,6 +70,21 @@ def bound(model: Classifier, noise: Noise) -> Classifier:
     """The model that runs under this noise: one that must know its noise (a denoiser) has a method ``under_noise``."""
     bind = getattr(model, "under_noise", None)
     return model if bind is None else bind(noise)
+
+
+def checked_device(device: torch.device | str) -> torch.device:
+    """A device that is there, or an error that says what to write instead.
+
+    Example:
+        >>> checked_device("cpu")
+        device(type='cpu')
+        >>> checked_device("gpu")
+        Traceback (most recent call last):
+        ...
+        keepcover.errors.InputError: no device 'gpu' here (Expected one of cpu, cuda, ...); use cpu, or cuda where there is a GPU
+    """
+    with refusing(f"no device {str(device)!r} here", advice="use cpu, or cuda where there is a GPU"):
+        return torch.empty(0, device=device).device
 
 
 def as_range(draws: int | range) -> range:
@@ -356,10 +370,8 @@ class Smoother:
             raise InputError(f"the model fails on inputs {list(inputs.shape)}: {reason(error)}") from error
         if not isinstance(out, Tensor) or out.ndim < 1 or len(out) != len(inputs):
             found = f"{tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-            raise InputError(
-                f"expected the model to return outputs [{len(inputs)}, ...], one per input, got {found}; "
-                "return the logits alone"
-            )
+            wanted = f"expected the model to return outputs [{len(inputs)}, ...], one per input"
+            raise InputError(f"{wanted}, got {found}; return the logits alone")
         return out[:asked].float()
 
 
@@ -394,9 +406,7 @@ class _Rescaled(nn.Module):
 
 def _units(scale: tuple[float, ...], inputs: Tensor) -> Tensor:
     if inputs.ndim != 2 or inputs.shape[1] != len(scale):
-        raise InputError(
-            f"input_scale has {len(scale)} units, one per feature of inputs [n, {len(scale)}], got {list(inputs.shape)}"
-        )
+        raise InputError(f"input_scale is for inputs [n, {len(scale)}], one unit per feature, got {list(inputs.shape)}")
     return torch.tensor(scale, dtype=torch.float64, device=inputs.device)
 
 
@@ -432,9 +442,8 @@ def numeric_options(numerics: dict[str, Any]) -> dict[str, Any]:
     flags = [type(numerics.get(name)) is bool for name in ("channels_last", "compile")]
     known = 3 + ("input_scale" in numerics)
     if not all(flags) or len(numerics) != known or numerics.get("autocast", "") not in AUTOCAST:
-        raise InputError(
-            f"expected autocast (bfloat16, float16 or none), channels_last and compile (true or false), got {numerics}"
-        )
+        wanted = "autocast (bfloat16, float16 or none), channels_last and compile (true or false)"
+        raise InputError(f"expected {wanted}, got {numerics}")
     return {**numerics, "autocast": AUTOCAST[numerics["autocast"]]}
 
 
