@@ -31,7 +31,7 @@ from keepcover.serve.reading import Reader
 from keepcover.specs import load_data, load_inputs, load_parts
 from keepcover.store import LogitStore, StoreKey
 from keepcover.store.cluster import Cluster
-from keepcover.store.cluster.pool import Pool, Recipe
+from keepcover.store.cluster.ray import Pool, Recipe
 from keepcover.store.filling import Filling
 from keepcover.store.key import data_fingerprint
 from keepcover.training.noise import fit_under_noise

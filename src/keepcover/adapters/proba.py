@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keepcover.adapters.state import state_digest
 from keepcover.engine.inputs import check_probabilities
 from keepcover.errors import InputError
 from keepcover.scores.scores import as_logits
@@ -72,3 +75,104 @@ def from_predict_proba(model: Any, *, fingerprint: str | None = None, flatten: b
             )
         return ProbabilityClassifier(model, fingerprint, flatten)
     return ProbabilityClassifier(function, fingerprint or state_digest(model), flatten)
+
+
+# -- the state of a fitted estimator -----------------------------------------------------------------------------------
+
+# They change how an estimator runs, not what it computes; a search tree counts its uses, and follows from the data beside.
+_SKIPPED = ("n_jobs", "verbose", "_sklearn_version", "_tree")
+# Code has no state that could be compared.
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, functools.partial, np.ufunc)
+
+
+def state_digest(value: Any) -> str | None:
+    """SHA-256 over a nested state of numbers, strings, arrays, containers and plain objects; None where that fails.
+
+    Objects are read as ``copy`` reads them, and nothing is pickled or run. The digest is the same in every process, and
+    changes with any value in the state.
+
+    Example:
+        >>> state_digest({"a": [1, 2.0]}) == state_digest({"a": [1, 2.0]}), state_digest([1]) == state_digest([1.0])
+        (True, False)
+        >>> state_digest(lambda: 0) is None
+        True
+    """
+    try:
+        return _known_digest(value)
+    except (_UnknownError, RecursionError):
+        return None
+
+
+def _known_digest(value: Any) -> str:
+    digest = _Digest()
+    digest.add(value)
+    return digest.hash.hexdigest()
+
+
+class _UnknownError(TypeError):
+    """A value that has no canonical bytes."""
+
+
+class _Digest:
+    def __init__(self) -> None:
+        self.hash = hashlib.sha256()
+        self.seen: dict[int, tuple[int, Any]] = {}  # keeps what it has seen alive, so that no id is used twice
+
+    def _write(self, kind: str, content: bytes = b"") -> None:
+        """Kind and length first, so that no two states give the same bytes."""
+        self.hash.update(f"{kind} {len(content)}\n".encode() + content)
+
+    def add(self, value: Any) -> None:
+        if isinstance(value, np.ndarray | np.generic):
+            self._array(np.asarray(value))
+        elif value is None or isinstance(value, bool | int | float | complex | str | bytes):
+            self._write(type(value).__name__, value if isinstance(value, bytes) else repr(value).encode())
+        elif isinstance(value, type):
+            self._write("type", f"{value.__module__}.{value.__qualname__}".encode())
+        elif id(value) in self.seen:
+            self._write("again", str(self.seen[id(value)][0]).encode())
+        else:
+            self.seen[id(value)] = (len(self.seen), value)
+            self._container(value)
+
+    def _container(self, value: Any) -> None:
+        if isinstance(value, set | frozenset):
+            self._write("set", "".join(sorted(map(_known_digest, value))).encode())
+        elif isinstance(value, list | tuple | dict):
+            self._write(type(value).__name__, str(len(value)).encode())
+            for item in itertools.chain.from_iterable(value.items()) if isinstance(value, dict) else value:
+                self.add(item)
+        else:
+            self._object(value)
+
+    def _array(self, array: np.ndarray) -> None:
+        if array.dtype.names:  # a record's padding bytes hold anything
+            self._write("record", repr((array.dtype.names, array.shape)).encode())
+            for name in array.dtype.names:
+                self._array(array[name])
+        elif array.dtype.hasobject:
+            self._write("objects", repr(array.shape).encode())
+            self.add(array.ravel().tolist())
+        else:
+            self._write("array", repr((array.dtype.str, array.shape)).encode())
+            self._write("bytes", np.ascontiguousarray(array).tobytes())
+
+    def _object(self, value: Any) -> None:
+        """Through what an object gives to ``copy``: how it is made, from what, and its state."""
+        if isinstance(value, _CODE):
+            raise _UnknownError(type(value).__name__)
+        try:
+            reduced = value.__reduce_ex__(4)
+        except TypeError as error:
+            raise _UnknownError(str(error)) from None
+        if not isinstance(reduced, tuple):  # the name of something, not its state
+            raise _UnknownError(type(value).__name__)
+        make: Any = reduced[0]
+        arguments, state, *items = (*reduced[1:], None, None, None)[:4]
+        self._write("object", f"{make.__module__}.{make.__qualname__}".encode())
+        self.add(arguments)
+        if isinstance(state, dict):
+            state = {key: item for key, item in sorted(state.items()) if key not in _SKIPPED}
+        self.add(state)
+        for item in items:
+            self.add(None if item is None else list(item))

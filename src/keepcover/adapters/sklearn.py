@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keepcover.adapters.proba import ProbabilityClassifier
-from keepcover.adapters.state import state_digest
+from keepcover.adapters.proba import ProbabilityClassifier, state_digest
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, install
 from keepcover.methods import Method

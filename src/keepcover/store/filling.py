@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from keepcover.noise.stream import Stream
     from keepcover.store.folder import LogitStore
 
+LARGEST = torch.finfo(torch.float16).max
+
 
 @dataclass
 class Filled:
@@ -76,6 +78,17 @@ def compute_chunk(
         kept.add(logits)
         advance(len(part) * len(chunk.draws))
     return kept.whole()
+
+
+def to_half(logits: Tensor, chunk: Chunk) -> Tensor:
+    """Logits rounded to float16; what does not fit is refused, never clamped."""
+    fits = logits.abs() <= LARGEST
+    if not fits.all():
+        row, draw, label = (int(at) for at in (~fits).nonzero()[0])
+        where = f"a logit of image {chunk.rows[row]}, draw {chunk.draws[draw]} is {float(logits[row, draw, label]):g}"
+        advice = "scale the model's logits down (a temperature inside it) before storing them"
+        raise InputError(f"{where}, beyond the {LARGEST:g} that float16 can hold; {advice}")
+    return logits.to(torch.float16)
 
 
 def scattered(chunks: Sequence[Chunk]) -> list[Chunk]:
