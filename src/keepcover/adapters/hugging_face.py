@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from keepcover.errors import InputError, optional, refusing
 from keepcover.models.small_cnn import Normalize
 
+Channels = Sequence[float] | None
+
 MOST_JSON = 1 << 22  # bytes of a settings file; 22 000 classes take 1 MB
 MOST_LABELS = 100_000
 MOST_LAYERS = 1000
@@ -51,11 +53,7 @@ class HuggingFaceClassifier(nn.Module):
 
 
 def from_hugging_face(
-    folder: str | Path,
-    *,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    device: torch.device | str | None = None,
+    folder: str | Path, *, mean: Channels = None, std: Channels = None, device: torch.device | str | None = None
 ) -> HuggingFaceClassifier:
     """An image classifier saved by ``save_pretrained``, in eval mode, with its normalisation inside.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from keepcover.adapters.batching import check_sizes, in_batches
 from keepcover.adapters.proba import log_probabilities
+from keepcover.engine.smoother import Device
 from keepcover.errors import InputError, optional, refusing
 
 NEEDS = "ONNX models need onnx and onnxruntime"
@@ -37,12 +38,7 @@ class OnnxClassifier:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        output: str = "logits",
-        output_name: str | None = None,
-        device: torch.device | str | None = None,
+        self, path: str | Path, *, output: str = "logits", output_name: str | None = None, device: Device = None
     ) -> None:
         if output not in ("logits", "probabilities"):
             raise InputError(f"expected output logits or probabilities, got {output!r}")

@@ -88,12 +88,8 @@ class Audit:
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "rows": [row.__dict__ for row in self.rows],
-            "images": len(self.images),
-            "violated": len(self.broken),
-            "predictors": self.digests,
-        }
+        counts = {"images": len(self.images), "violated": len(self.broken)}
+        return {"rows": [vars(row) for row in self.rows], **counts, "predictors": self.digests}
 
     def __str__(self) -> str:
         lines = [f"{'predictor':<24}{'attack':<12}{'radius':>8}{'coverage':>24}{'size':>8}{'p-value':>10}  verdict"]

@@ -99,11 +99,9 @@ class InputRange:
         low, high = extremes(images)
         reach = 2 * max(1.0, self.high - self.low) + epsilon
         if low < self.low - reach or high > self.high + reach:
-            known, found = (
-                f"[{self.low:.3g}, {self.high:.3g}]",
-                f"[{low:.3g}, {high:.3g}]; bring the images to the same units",
-            )
-            raise InputError(f"the predictor was calibrated on values in {known}, got values in {found}")
+            known, found = f"[{self.low:.3g}, {self.high:.3g}]", f"[{low:.3g}, {high:.3g}]"
+            said = f"the predictor was calibrated on values in {known}, got values in {found}"
+            raise InputError(f"{said}; bring the images to the same units")
 
 
 def check_shape(expected: tuple[int, ...], images: Any) -> None:

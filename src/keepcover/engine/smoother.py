@@ -23,16 +23,16 @@ from keepcover.noise import Noise, Stream, get_noise
 from keepcover.noise.stream import widened
 
 Classifier = nn.Module | Callable[[Tensor], Tensor]
+Device = torch.device | str | None
+Draws = int | range  # the first so many, or which
+Asked = tuple[Batch, range, Stream]  # images, their draws and their noise
+Reduction = Callable[[Batch, Tensor], Tensor]  # of a batch and its noisy outputs
 AUTOCAST = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _held: Counter[int] = Counter()  # by id of a module left in train mode: how many run it in eval mode now
 _holding = threading.RLock()  # reentrant: a generator that is collected may leave evaluation_mode inside of it
 
-_MODE_DEPENDENT = (
-    nn.modules.dropout._DropoutNd,
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
-)
+_MODE_DEPENDENT = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
 
 # Passes at the usual size first: short work is not worth a trial, and the first pass is slow for other reasons.
 WARM = 8
@@ -127,7 +127,7 @@ def checked_device(device: torch.device | str) -> torch.device:
         return torch.empty(0, device=device).device
 
 
-def as_range(draws: int | range) -> range:
+def as_range(draws: Draws) -> range:
     """``draws`` as the range it stands for: 16 means the first sixteen.
 
     Example:
@@ -179,7 +179,7 @@ class Smoother:
         noise: Noise | str | float,
         *,
         batch_size: int | None = None,
-        device: torch.device | str | None = None,
+        device: Device = None,
         autocast: torch.dtype | None = None,
         channels_last: bool = False,
         compile: bool = False,
@@ -221,7 +221,7 @@ class Smoother:
         return Smoother(self.model if model is None else model, noise, **how)
 
     def logits(
-        self, images: Shaped[Tensor, "n ..."], draws: int | range, stream: Stream, ids: Int[Tensor, " n"] | None = None
+        self, images: Shaped[Tensor, "n ..."], draws: Draws, stream: Stream, ids: Int[Tensor, " n"] | None = None
     ) -> Float[Tensor, "n draws ..."]:
         """Noisy logits of a few images, all kept."""
         ids = torch.arange(len(images)) if ids is None else ids
@@ -239,42 +239,32 @@ class Smoother:
             return self._run(images.float() if images.is_floating_point() else images)
 
     def stream(
-        self,
-        data: Any,
-        draws: int | range,
-        stream: Stream,
-        ids: Any = None,
-        labelled: bool = False,
-        progress: Progress | None = None,
-        steady: bool = False,
+        self, data: Any, draws: Draws, stream: Stream, ids: Any = None, labelled: bool = False
     ) -> Iterator[tuple[Batch, Float[Tensor, "b draws ..."]]]:
         """Noisy logits of any data, chunk by chunk: memory does not grow with the number of images.
 
         On a GPU the host runs ahead: the next images are on their way while the network works, and a chunk's outputs are
         looked at for NaN two chunks later. The stream ends only when all of them are known to be finite. Images and ids
-        of a batch are on the device; labels stay on the CPU. ``progress`` is the smoother's own unless given; ``steady``
-        passes have the size that follows from the image alone, so that a machine computes the same bits again.
+        of a batch are on the device; labels stay on the CPU.
         """
         span = as_range(draws)
         size = max(256, self.most_rows // len(span))
         asked = ((batch, span, stream) for batch in batches(data, ids, size=size, labelled=labelled))
-        for batch, _, outputs in self.streams(asked, length(data), progress, steady):
+        for batch, _, outputs in self.streams(asked, length(data)):
             yield batch, outputs
 
     def streams(
-        self,
-        asked: Iterable[tuple[Batch, range, Stream]],
-        total: int | None = None,
-        progress: Progress | None = None,
-        steady: bool = False,
+        self, asked: Iterable[Asked], total: int | None = None, progress: Progress | None = None, steady: bool = False
     ) -> Iterator[tuple[Batch, Stream, Tensor]]:
-        """Noisy outputs of batches that each name their draws and their noise, in chunks of one forward pass each."""
+        """Noisy outputs of batches that each name their draws and their noise, in chunks of one forward pass each.
+
+        ``progress`` is the smoother's own unless given; ``steady`` passes have the size that follows from the image alone, so
+        that a machine computes the same bits again.
+        """
         late: deque[Callable[[], Tensor]] = deque()
         pace = Pace(self.measures and self.batch_size is None and self.device.type == "cpu" and not steady)
-        with (
-            evaluation_mode(self.model),
-            Bar("smoothing", total, self.progress if progress is None else progress) as bar,
-        ):
+        shown = self.progress if progress is None else progress
+        with evaluation_mode(self.model), Bar("smoothing", total, shown) as bar:
             for part, span, stream in self._ahead(self._cut(asked, pace)):
                 with torch.inference_mode():
                     began, full = time.perf_counter(), pace.share * self._rows(part.images)
@@ -288,7 +278,7 @@ class Smoother:
             for finite in late:
                 _expect_finite(finite())
 
-    def _cut(self, asked: Iterable[tuple[Batch, range, Stream]], pace: Pace) -> Iterator[tuple[Batch, range, Stream]]:
+    def _cut(self, asked: Iterable[Asked], pace: Pace) -> Iterator[Asked]:
         """Batches small enough for one forward pass."""
         for batch, span, stream in asked:
             at = 0
@@ -297,7 +287,7 @@ class Smoother:
                 at += len(part)
                 yield part, span, stream
 
-    def _ahead(self, parts: Iterable[tuple[Batch, range, Stream]]) -> Iterator[tuple[Batch, range, Stream]]:
+    def _ahead(self, parts: Iterable[Asked]) -> Iterator[Asked]:
         """Each part on the device: copied from pinned memory, beside the network's work on the one before."""
         if self.device.type != "cuda":
             yield from parts
@@ -305,7 +295,7 @@ class Smoother:
         aside, here = _copying(self.device), torch.cuda.current_stream(self.device)
         waiting: deque[tuple[Batch, range, Stream, Any]] = deque()  # with the event of the copy
 
-        def arrived() -> tuple[Batch, range, Stream]:
+        def arrived() -> Asked:
             part, span, stream, copied = waiting.popleft()
             here.wait_event(copied)
             for tensor in (part.images, part.ids):
@@ -324,14 +314,7 @@ class Smoother:
         while waiting:
             yield arrived()
 
-    def reduce(
-        self,
-        data: Any,
-        draws: int | range,
-        stream: Stream,
-        reduction: Callable[[Batch, Tensor], Tensor],
-        ids: Any = None,
-    ) -> Tensor:
+    def reduce(self, data: Any, draws: Draws, stream: Stream, reduction: Reduction, ids: Any = None) -> Tensor:
         """Stream ``data`` and keep only ``reduction(batch, noisy logits)`` of every chunk, on the CPU.
 
         Example:

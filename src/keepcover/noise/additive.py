@@ -14,7 +14,7 @@ from torch import Tensor
 
 from keepcover.assumption import Assumption
 from keepcover.errors import InputError
-from keepcover.noise.base import FRESH, Noise, pseudorandom
+from keepcover.noise.base import FRESH, PHILOX, Noise, pseudorandom
 from keepcover.noise.norms import Shape
 from keepcover.noise.stream import Stream, added
 
@@ -22,8 +22,8 @@ _PIECE = 2**16  # numbers whose logarithm is taken together: what is allocated i
 
 
 def _rounded(step: str, law: str) -> tuple[Assumption, Assumption]:
-    added = "Pseudo-random numbers of a secret seed (Philox), added to the input and rounded with it to a grid of about"
-    return FRESH, pseudorandom(f"{added} {step}, stand in for real {law} noise.")
+    added = f"{PHILOX}, added to the input and rounded with it to a grid of about {step}"
+    return FRESH, pseudorandom(f"{added}, stand in for real {law} noise.")
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ FRESH = Assumption(
     "experiments, breaks it: give none in production.",
 )
 
+PHILOX = "Pseudo-random numbers of a secret seed (Philox)"
+
 
 def pseudorandom(text: str) -> Assumption:
     """A sentence on random numbers that are computed."""
@@ -59,10 +61,7 @@ class Noise(ABC):
     each: ClassVar[str] = "draw"
     weaker: ClassVar[str] = "more noise"
     remedy: ClassVar[str] = "train it under this noise (keepcover.training.fit_under_noise), or hide or add less"
-    assumptions: ClassVar[tuple[str, ...]] = (
-        FRESH,
-        pseudorandom("Pseudo-random numbers of a secret seed (Philox) stand in for real noise."),
-    )
+    assumptions: ClassVar[tuple[Assumption, ...]] = (FRESH, pseudorandom(f"{PHILOX} stand in for real noise."))
 
     @abstractmethod
     def noisy(self, images: Tensor, stream: Stream, ids: Tensor, draws: range) -> Tensor:

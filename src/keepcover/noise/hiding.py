@@ -15,7 +15,7 @@ from torch import Tensor
 
 from keepcover.assumption import Assumption
 from keepcover.errors import InputError
-from keepcover.noise.base import FRESH, Noise, pseudorandom
+from keepcover.noise.base import FRESH, PHILOX, Noise, pseudorandom
 from keepcover.noise.norms import Shape, everywhere, positions
 from keepcover.noise.stream import Stream, widened
 
@@ -30,8 +30,7 @@ UNMIXED = Assumption(
 
 
 def _anew(what: str) -> tuple[Assumption, ...]:
-    said = f"Pseudo-random numbers of a secret seed (Philox) {what}, anew for every draw."
-    return FRESH, pseudorandom(said), UNMIXED
+    return FRESH, pseudorandom(f"{PHILOX} {what}, anew for every draw."), UNMIXED
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepcover.engine.arrivals import Gathered
@@ -54,27 +54,22 @@ def read_chunk(data: Any, rows: range) -> Batch:
         >>> read_chunk((torch.rand(6, 1, 2, 2), torch.arange(6)), range(2, 5)).ids
         tensor([2, 3, 4])
     """
-    ids = torch.arange(rows.start, rows.stop)
+    ids = torch.tensor(rows)
     parts = list(batches(take(data, ids), ids, size=len(ids), labelled=True))
     labels = [torch.as_tensor(part.labels) for part in parts]
     return Batch(torch.cat([part.images for part in parts]), torch.cat(labels), ids)
 
 
 def compute_chunk(
-    smoother: Smoother,
-    images: Shaped[Tensor, "n ..."],
-    chunk: Chunk,
-    stream: Stream,
-    advance: Callable[[int], None] = lambda _: None,
+    smoother: Smoother, images: Tensor, chunk: Chunk, stream: Stream, advance: Callable[[int], None] = lambda _: None
 ) -> Float[Tensor, "n draws k"]:
     """Noisy logits of a chunk's images, on the CPU; ``advance`` is told how many noisy images are done, pass by pass.
 
     How images share forward passes follows from the chunk, the shape of an image and the smoother's ``batch_size``, never
     from other chunks. So the same machine computes the same bits, whichever process does it and in whatever order.
     """
-    ids = torch.arange(chunk.rows.start, chunk.rows.stop)
-    kept = Gathered(len(ids))
-    for part, logits in smoother.stream(images, chunk.draws, stream, ids, progress=False, steady=True):
+    batch, kept = Batch(images, None, torch.tensor(chunk.rows)), Gathered(len(chunk.rows))
+    for part, _, logits in smoother.streams([(batch, chunk.draws, stream)], progress=False, steady=True):
         kept.add(logits)
         advance(len(part) * len(chunk.draws))
     return kept.whole()

@@ -28,7 +28,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from keepcover.engine.progress import Bar
-from keepcover.engine.smoother import Smoother, as_range, evaluation_mode
+from keepcover.engine.smoother import Draws, Smoother, as_range, evaluation_mode
 from keepcover.errors import InputError, reason, refusing
 from keepcover.files import make_folder, write_atomically
 from keepcover.sealing import DamagedError, check_seal, description, pack
@@ -252,7 +252,7 @@ class LogitStore:
             raise self._absent(Chunk(range(self.key.images), range(draws, max(before, 1))))
         return draws
 
-    def missing(self, draws: int | range) -> list[Chunk]:
+    def missing(self, draws: Draws) -> list[Chunk]:
         """The chunks still to be computed before every image has these draws, the first draws of all images first."""
         return self.grid.missing(self.entries, as_range(draws))
 
@@ -264,20 +264,14 @@ class LogitStore:
 
     def summary(self) -> dict[str, Any]:
         """Where the store is, what it holds and what it is for, as plain values."""
-        return {
-            "store": str(self.folder),
-            "images": self.key.images,
-            "draws": self.draws,
-            "classes": self.classes,
-            "chunks": len(self.entries),
-            "bytes": sum(entry.bytes for entry in self.entries.values()),
-            **self.facts.to_dict(),
-        }
+        where = {"store": str(self.folder), "images": self.key.images, "draws": self.draws, "classes": self.classes}
+        size = {"chunks": len(self.entries), "bytes": sum(entry.bytes for entry in self.entries.values())}
+        return {**where, **size, **self.facts.to_dict()}
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read(
-        self, rows: Rows = None, draws: int | range | None = None, dtype: torch.dtype = torch.float16
+        self, rows: Rows = None, draws: Draws | None = None, dtype: torch.dtype = torch.float16
     ) -> Float[Tensor, "n draws k"]:
         """Noisy logits of some images and draws, compared with their checksums.
 
@@ -337,14 +331,12 @@ class LogitStore:
             if chunk.overlaps(wanted):
                 again = "run the same `keepcover smooth` again, it computes that chunk anew"
                 return InputError(f"{self.folder / chunk.name} is damaged: {why}; {again}")
-        return InputError(
-            f"{self.folder} has no {wanted}; every image has {self.draws} draws: ask for those, or fill the store further with "
-            "`keepcover smooth`"
-        )
+        advice = "ask for those, or fill the store further with `keepcover smooth`"
+        return InputError(f"{self.folder} has no {wanted}; every image has {self.draws} draws: {advice}")
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def fill(self, smoother: Smoother, data: Any, draws: int | range) -> Filled:
+    def fill(self, smoother: Smoother, data: Any, draws: Draws) -> Filled:
         """Compute what is missing or damaged, chunk by chunk; stop at any moment and call again to go on.
 
         A chunk is written while the next is computed.
@@ -355,11 +347,8 @@ class LogitStore:
             draws: how many draws every image shall have, or which.
         """
         self.key.refuse_other(smoother, data)
-        with (
-            Filling(self, draws, smoother.progress) as work,
-            evaluation_mode(smoother.model),
-            ThreadPoolExecutor(1) as writer,
-        ):
+        filling, running = Filling(self, draws, smoother.progress), evaluation_mode(smoother.model)
+        with filling as work, running, ThreadPoolExecutor(1) as writer:
             writing, chunk = writer.submit(int), work.next()
             while chunk is not None:
                 batch = read_chunk(data, chunk.rows)
@@ -389,10 +378,9 @@ class LogitStore:
     def sweep(self) -> None:
         """Delete the leftovers of writers that were killed; younger temporary files may have a writer, so they stay."""
         for path in self.folder.glob(".*.tmp"):
+            ours = Chunk.of_name(path.name[1:].rsplit(".", 2)[0])
             with contextlib.suppress(OSError):  # a disk that is read-only is no reason to fail
-                if time.time() - path.stat().st_mtime > SECONDS_TO_BE_STALE and Chunk.of_name(
-                    path.name[1:].rsplit(".", 2)[0]
-                ):
+                if ours and time.time() - path.stat().st_mtime > SECONDS_TO_BE_STALE:
                     path.unlink()
 
 

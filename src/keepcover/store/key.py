@@ -119,17 +119,9 @@ class StoreKey:
         if smoother.input_scale is not None:
             raise InputError("a store keeps no input_scale; divide the features by it first, and multiply in the model")
         shape = tuple(next(batches(take(data, [0]))).images.shape[1:])
-        return cls(
-            own or str(model_fingerprint),
-            _structure(smoother, shape),
-            images_fingerprint or data_fingerprint(data),
-            count,
-            shape,
-            smoother.noise.spec,
-            seed,
-            device=smoother.device.type,
-            **smoother.numerics,
-        )
+        model, images = own or str(model_fingerprint), images_fingerprint or data_fingerprint(data)
+        facts = (model, _structure(smoother, shape), images, count, shape, smoother.noise.spec, seed)
+        return cls(*facts, device=smoother.device.type, **smoother.numerics)
 
     @classmethod
     def from_dict(cls, values: Any) -> StoreKey:
