@@ -44,7 +44,7 @@ def extremes(values: Tensor) -> tuple[float, float]:
         >>> extremes(torch.tensor([3.0, 1.0, 2.0])), extremes(torch.tensor([3.0, torch.nan]))
         ((1.0, 3.0), (nan, nan))
     """
-    low, high = torch.stack(values.aminmax()).tolist()
+    low, high = torch.stack(values.aminmax()).double().tolist()
     return low, high
 
 
@@ -69,7 +69,7 @@ class InputRange:
 
     @classmethod
     def of(cls, images: Tensor) -> InputRange:
-        return cls(tuple(images.shape[1:]), *map(float, extremes(images)), not images.is_floating_point())
+        return cls(tuple(images.shape[1:]), *extremes(images), not images.is_floating_point())
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> InputRange:

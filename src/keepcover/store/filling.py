@@ -9,6 +9,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,7 @@ def scattered(chunks: Sequence[Chunk]) -> list[Chunk]:
     return sorted(own, key=lambda chunk: chunk.draws.start)
 
 
-class Filling:
+class Filling(AbstractContextManager["Filling"]):
     """One call's share of the work on a store. Use it as a context: leaving it sums up, whatever happened.
 
     Other processes may be at work in the same folder. A chunk that has appeared before its turn is theirs, and every process
@@ -115,15 +116,12 @@ class Filling:
         store.refresh()
         self.todo, self.done = scattered(store.missing(draws)), Filled(reused=len(store.entries))
         self.bar = Bar("smoothing", sum(chunk.count for chunk in self.todo), show)
-
-    def __enter__(self) -> Filling:
         if self.todo:  # else a store that is read-only is as good as any
             check_folder(self.store.folder)
         for bad, why in list(self.store.damaged.items()):
             if any(bad.overlaps(chunk) for chunk in self.todo):
                 self.done.damaged[bad.name] = why
                 remove(self.store.folder / bad.name)
-        return self
 
     def next(self) -> Chunk | None:
         """The next chunk to compute, one that is not stored yet; None when none is left."""
@@ -139,20 +137,15 @@ class Filling:
         if not self.store.has(chunk):
             size = self.store.write(chunk, logits, labels)
             if not self.done.computed:  # the size of the others is known now: better than after hours of computing
-                self._refuse_too_large(size // chunk.count)
+                needed = size // chunk.count * sum(other.count for other in self.todo)
+                if needed > (free := shutil.disk_usage(self.store.folder).free):
+                    has = f"{size_in_words(needed)} and {self.store.folder} has {size_in_words(free)} left"
+                    instead = "evaluate the network without storing its logits (keepcover.evaluation.Network)"
+                    advice = f"free some space, ask for fewer images or draws, or {instead}"
+                    raise InputError(f"the rest of this store needs {has}; {advice}")
         self.done.computed += 1
         self.done.noisy_images += chunk.count
         self.bar.label = f"smoothing {self.done.noisy_images / max(time.monotonic() - self.start, 1e-9):.0f}/s"
-
-    def _refuse_too_large(self, each: int) -> None:
-        needed = each * sum(chunk.count for chunk in self.todo)
-        free = shutil.disk_usage(self.store.folder).free
-        if needed > free:
-            raise InputError(
-                f"the rest of this store needs {size_in_words(needed)} and {self.store.folder} has {size_in_words(free)} left; "
-                "free some space, ask for fewer images or draws, or evaluate the network without storing its logits "
-                "(keepcover.evaluation.Network)"
-            )
 
     def __exit__(self, *_: object) -> None:
         self.bar.close()
