@@ -70,9 +70,7 @@ class ExportedClassifier(nn.Module):
         self.program = program.module()
         returned = rehearse(self.program, shape, name)
         if not isinstance(returned, Tensor) or returned.ndim != 2 or len(returned) != shape[0]:
-            raise InputError(
-                f"{name}: expected one output, logits [n, classes]; export a model that returns only those"
-            )
+            raise InputError(f"{name}: expected one output, logits [n, classes]; export a model that returns only that")
         self.classes = int(returned.shape[1])
 
     def forward(self, images: Tensor) -> Tensor:
@@ -139,7 +137,7 @@ def _refuse_train_mode(program: Any, name: str) -> None:
         what = next((str(node.target) for node in program.graph.nodes if _varies(node)), None)
     if what:
         raise InputError(
-            f"{name} was exported in train mode ({what}): every call would be another function; call model.eval() first"
+            f"{name} was exported in train mode ({what}): another function every call; call model.eval() first"
         )
 
 
@@ -214,10 +212,9 @@ def rehearse(module: fx.GraphModule, shape: Sequence[int], name: str) -> Any:
             result = super().run_node(n)
             for value in result if isinstance(result, list | tuple) else [result]:
                 if isinstance(value, Tensor) and value.untyped_storage().nbytes() > most:
-                    raise InputError(
-                        f"{name}: {n.name} would take {value.untyped_storage().nbytes() / 2**30:.1f} GiB for {shape[0]} images; "
-                        f"keepcover runs programs that take up to {MOST_PER_IMAGE >> 20} MiB per tensor and image"
-                    )
+                    takes = f"would take {value.untyped_storage().nbytes() / 2**30:.1f} GiB for {shape[0]} images"
+                    most_ = f"keepcover runs programs that take up to {MOST_PER_IMAGE >> 20} MiB per tensor and image"
+                    raise InputError(f"{name}: {n.name} {takes}; {most_}")
             return result
 
     fails = refusing(f"{name} fails on inputs {tuple(shape)}")

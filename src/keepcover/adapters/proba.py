@@ -67,14 +67,12 @@ def from_predict_proba(model: Any, *, fingerprint: str | None = None, flatten: b
         >>> classifier(torch.tensor([[0.25]])).exp()
         tensor([[0.2500, 0.7500]])
     """
-    function = getattr(model, "predict_proba", None)
-    if function is None:
-        if not callable(model):
-            raise InputError(
-                f"expected an object with predict_proba or a function array -> probabilities, got {type(model).__name__}"
-            )
-        return ProbabilityClassifier(model, fingerprint, flatten)
-    return ProbabilityClassifier(function, fingerprint or state_digest(model), flatten)
+    function = getattr(model, "predict_proba", model)
+    if not callable(function):
+        wanted = "an object with predict_proba or a function array -> probabilities"
+        raise InputError(f"expected {wanted}, got {type(model).__name__}")
+    own = fingerprint or (None if function is model else state_digest(model))  # code has no state to compare
+    return ProbabilityClassifier(function, own, flatten)
 
 
 # -- the state of a fitted estimator -----------------------------------------------------------------------------------
@@ -99,7 +97,7 @@ def state_digest(value: Any) -> str | None:
     """
     try:
         return _known_digest(value)
-    except (_UnknownError, RecursionError):
+    except (TypeError, RecursionError):  # a value that has no canonical bytes
         return None
 
 
@@ -107,10 +105,6 @@ def _known_digest(value: Any) -> str:
     digest = _Digest()
     digest.add(value)
     return digest.hash.hexdigest()
-
-
-class _UnknownError(TypeError):
-    """A value that has no canonical bytes."""
 
 
 class _Digest:
@@ -158,15 +152,10 @@ class _Digest:
             self._write("bytes", np.ascontiguousarray(array).tobytes())
 
     def _object(self, value: Any) -> None:
-        """Through what an object gives to ``copy``: how it is made, from what, and its state."""
-        if isinstance(value, _CODE):
-            raise _UnknownError(type(value).__name__)
-        try:
-            reduced = value.__reduce_ex__(4)
-        except TypeError as error:
-            raise _UnknownError(str(error)) from None
+        """Through what an object gives to ``copy``: how it is made, from what, and its state; else TypeError."""
+        reduced = None if isinstance(value, _CODE) else value.__reduce_ex__(4)
         if not isinstance(reduced, tuple):  # the name of something, not its state
-            raise _UnknownError(type(value).__name__)
+            raise TypeError(type(value).__name__)
         make: Any = reduced[0]
         arguments, state, *items = (*reduced[1:], None, None, None)[:4]
         self._write("object", f"{make.__module__}.{make.__qualname__}".encode())

@@ -80,9 +80,8 @@ def _records(content: bytes, name: str) -> dict[str, bytes]:
                     "function of your own and give package.module:function"
                 )
             if record.endswith(".json") and info.file_size > MOST_JSON:
-                raise InputError(
-                    f"{name}: {record} has {info.file_size} bytes, more than {MOST_JSON}; it is no usual classifier"
-                )
+                size = f"{info.file_size} bytes, more than {MOST_JSON}"
+                raise InputError(f"{name}: {record} has {size}; it is no usual classifier")
             records[record] = archive.read(info)
     return records
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from keepcover.attacks.pgd import Margin, NoisyModel, mean_softmax, pgd
+from keepcover.attacks.pgd import CustomAttack, Margin, NoisyModel, mean_softmax, pgd
 from keepcover.engine.inputs import batches, in_order
 from keepcover.engine.progress import Progress
 from keepcover.errors import InputError
@@ -22,8 +22,6 @@ from keepcover.tasks import Sets
 
 VIOLATION = 0.001
 ATTACKS = ("softmax", "margin", "random")
-
-CustomAttack = Callable[[Tensor, Tensor, float], Tensor]
 
 
 @dataclass(frozen=True)
@@ -133,9 +131,8 @@ def _parts(
     """Calibration items, covered queries and the smallest threshold of every cell that the promise is made to."""
     promise, threshold = rule.asked.promise, predictor.threshold
     if any(clause.importance() is not None for clause in promise.clauses):
-        raise InputError(
-            "the law of a weighted quantile is not known, so label_weights cannot be audited; evaluate measures its coverage"
-        )
+        why = "the law of a weighted quantile is not known"
+        raise InputError(f"{why}, so label_weights cannot be audited; evaluate measures its coverage")
     if promise.partition is None:
         yield items, covered, float(threshold)
         return
@@ -269,7 +266,6 @@ def _checked(attacked: Tensor, images: Tensor, radius: float, name: str, predict
     # Both images are rounded: neighbouring pixels of 8 bits are 1/255 apart but for that.
     slack = 0.0 if norm.replaces else norm.length(torch.finfo(images.dtype).eps / 2 * (clean.abs() + moved.abs()))
     if bool((distance > radius * (1 + 1e-6) + slack).any()):
-        raise InputError(
-            f"attack {name!r} moved an image by {norm.short} {float(distance.max()):.6g}, allowed are {radius:g}"
-        )
+        found = f"{norm.short} {float(distance.max()):.6g}"
+        raise InputError(f"attack {name!r} moved an image by {found}, allowed are {radius:g}")
     return attacked

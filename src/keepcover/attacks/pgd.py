@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from keepcover.errors import InputError
 from keepcover.noise import Noise, Norm, Stream, fresh_seed, get_noise, get_norm
 from keepcover.prediction.predictor import Predictor
 
+CustomAttack = Callable[[Tensor, Tensor, float], Tensor]  # images, labels and radius -> attacked images
 NO_GRADIENTS = (
     "gradient attacks need a model that PyTorch can differentiate, and this one gives no gradients (an ONNX file, an "
     "estimator, a remote service ...). What remains: a search by queries alone, attacks=['random'] (--attack random); "
@@ -325,15 +327,9 @@ def random_search(
     return pgd(noisy, images, labels, epsilon, steps=steps, gradients=False, **options)
 
 
-def transfer(
-    surrogate: Classifier, noise: Noise | float, draws: int = 32, **options: Any
-) -> Callable[[Tensor, Tensor, float], Tensor]:
+def transfer(surrogate: Classifier, noise: Noise | float, draws: int = 32, **options: Any) -> CustomAttack:
     """An attack on a black box through a model with gradients that resembles it: for ``audit(..., attacks={...})``.
 
     Images are crafted by :func:`smooth_adv` against ``surrogate``; ``options`` go to :func:`pgd`.
     """
-
-    def attack(images: Tensor, labels: Tensor, epsilon: float) -> Tensor:
-        return smooth_adv(surrogate, images, labels, epsilon, noise, draws, **options)
-
-    return attack
+    return partial(smooth_adv, surrogate, noise=noise, draws=draws, **options)

@@ -160,10 +160,8 @@ def in_order(data: Any) -> int | None:
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
         by = data.batch_sampler
         if not isinstance(data.sampler if by is None else getattr(by, "sampler", None), SequentialSampler):
-            raise InputError(
-                "groups belong to points by their places, and this loader reads points in an order of its own: give its dataset, or "
-                "a loader that does not shuffle"
-            )
+            what = "groups belong to points by their places, and this loader reads points in an order of its own"
+            raise InputError(f"{what}: give its dataset, or a loader that does not shuffle")
     return length(data)
 
 
@@ -322,10 +320,9 @@ def warn_of_units(inputs: Tensor) -> None:
     spread = inputs.double().std(dim=0)
     spread = spread[spread > 0]
     if len(spread) and spread.max() > 10 * spread.min():
-        warn(
-            f"standard deviations of features reach from {float(spread.min()):.3g} to {float(spread.max()):.3g}, and epsilon and sigma are "
-            'one length over all of them: give input_scale="std", or one unit per feature'
-        )
+        what = f"standard deviations of features reach from {float(spread.min()):.3g} to {float(spread.max()):.3g}"
+        advice = 'give input_scale="std", or one unit per feature'
+        warn(f"{what}, and epsilon and sigma are one length over all of them: {advice}")
 
 
 def check_table(values: Any, what: str) -> Tensor:

@@ -86,10 +86,8 @@ def evaluation_mode(model: Classifier) -> Iterator[None]:
         yield
         return
     if any(isinstance(module, _MODE_DEPENDENT) and module.training for module in model.modules()):
-        warn(
-            "the model was left in train mode; dropout and batch norm would change the certified function from call to "
-            "call, so it is run in eval mode here. Call model.eval() first"
-        )
+        why = "dropout and batch norm would change the certified function from call to call"
+        warn(f"the model was left in train mode; {why}, so it is run in eval mode here. Call model.eval() first")
     with _holding:
         own = [module for module in model.modules() if module.training or id(module) in _held]
         _held.update(map(id, own))
@@ -365,8 +363,7 @@ class Smoother:
         self, images: Tensor, ids: Tensor, span: range, stream: Stream, per_step: int, draws_per_step: int
     ) -> Tensor:
         steps = []
-        for at in range(0, len(images), per_step):
-            some, their = images[at : at + per_step], ids[at : at + per_step]
+        for some, their in zip(images.split(per_step), ids.split(per_step)):
             parts = []
             for begin in range(0, len(span), draws_per_step):
                 draws = span[begin : begin + draws_per_step]

@@ -124,9 +124,8 @@ class Noise(ABC):
         if shape is None and not self.needs_shape(norm):
             return ()
         if shape is None:
-            raise InputError(
-                f"what an attack in {norm} can do under {self} depends on the inputs: give shape=(3, 32, 32) (--shape 3x32x32)"
-            )
+            give = "give shape=(3, 32, 32) (--shape 3x32x32)"
+            raise InputError(f"what an attack in {norm} can do under {self} depends on the inputs: {give}")
         # An empty one would be an attack on nothing, which changes nothing.
         if min(shape, default=0) < 1:
             raise InputError(f"expected the shape of one input, for instance (3, 32, 32), got {shape!r}")
@@ -137,9 +136,8 @@ class Noise(ABC):
         if norm is None:
             return self.norms[0]
         if norm not in self.norms:
-            raise InputError(
-                f"{self.name} noise certifies attacks in {', '.join(self.norms)}, got {norm!r}; use {get_norm(norm).answer}"
-            )
+            known = f"{self.name} noise certifies attacks in {', '.join(self.norms)}"
+            raise InputError(f"{known}, got {norm!r}; use {get_norm(norm).answer}")
         return norm
 
     def config(self) -> dict[str, Any]:

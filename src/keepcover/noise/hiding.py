@@ -145,9 +145,8 @@ class Bands(Noise):
 
     def positions(self, shape: Shape) -> int:
         if len(shape) < 3 or shape[-1] < self.width:
-            raise InputError(
-                f"bands of {self.width} columns need images [channels, height, width] of at least so many, got {list(shape)}"
-            )
+            needs = "images [channels, height, width] of at least so many"
+            raise InputError(f"bands of {self.width} columns need {needs}, got {list(shape)}")
         return shape[-1]
 
     def touched(self, epsilon: float, shape: Shape) -> int:

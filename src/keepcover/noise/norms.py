@@ -18,6 +18,7 @@ from keepcover.errors import InputError
 
 Shape = tuple[int, ...]
 ALONE, EVERY = "one number alone moves by", "every number moves by"
+Mask = Tensor | None  # 1 or 0 for every number; None for everywhere
 Probe = Callable[[Tensor], Tensor]  # moves [b, ...] -> the loss that they reach, [b]
 
 
@@ -84,9 +85,7 @@ class Norm(ABC):
         """The usual size of one of ``steps`` steps."""
         return 2 * radius / steps
 
-    def free(
-        self, before: Tensor | None, delta: Tensor, gradient: Tensor, radius: float, share: float, probe: Probe
-    ) -> Tensor | None:
+    def free(self, before: Mask, delta: Tensor, gradient: Tensor, radius: float, share: float, probe: Probe) -> Mask:
         """Where a step may act, 1 or 0 for every number; None for everywhere.
 
         Args:
@@ -275,9 +274,7 @@ class L0(_Replaced):
         keys = torch.rand(changed.shape, generator=generator, device=like.device) * changed
         return torch.where(best != 0, best, other) * self._most(keys, radius, like).to(best.dtype)
 
-    def free(
-        self, before: Tensor | None, delta: Tensor, gradient: Tensor, radius: float, share: float, probe: Probe
-    ) -> Tensor:
+    def free(self, before: Mask, delta: Tensor, gradient: Tensor, radius: float, share: float, probe: Probe) -> Mask:
         """Greedy: the positions with the steepest gradients join those that are changed already, all by half of the steps."""
         steep = by_position(gradient, total=True).nan_to_num().masked_fill(by_position(delta) != 0, torch.inf)
         return self._most(steep, min(radius, math.ceil(2 * radius * share)), delta).to(delta.dtype)
@@ -334,9 +331,7 @@ class Patch(_Replaced):
         stays = _beside(torch.rand(len(best), generator=generator, device=best.device) < 0.5, best) & (best != 0)
         return self.project(torch.where(stays, self.fresh(like, generator), other), radius)
 
-    def free(
-        self, before: Tensor | None, delta: Tensor, gradient: Tensor, radius: float, share: float, probe: Probe
-    ) -> Tensor:
+    def free(self, before: Mask, delta: Tensor, gradient: Tensor, radius: float, share: float, probe: Probe) -> Mask:
         """The best of the squares with the steepest gradients, by the loss that a first step in them reaches; then the same."""
         if before is not None:
             return before

@@ -37,6 +37,7 @@ from torch import Tensor
 from keepcover.errors import InputError
 from keepcover.noise import cpu as noise_cpu
 
+Four = tuple[Tensor, Tensor, Tensor, Tensor]  # the words of counters
 ROLES = ("holdout", "calibration", "test", "attack", "train")
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -50,9 +51,7 @@ def fresh_seed() -> int:
     return secrets.randbits(128)
 
 
-def philox(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(counter: Four, key: tuple[int, int]) -> Four:
     """Philox4x32-10 on int64 tensors that hold 32-bit words.
 
     Example:
@@ -86,9 +85,8 @@ def widened(images: Tensor) -> Tensor:
 def summable(images: Tensor) -> Tensor:
     """:func:`widened`, or an error where nothing can be added because the inputs are tokens."""
     if not images.is_floating_point():
-        raise InputError(
-            f"noise that is added needs float inputs, got {images.dtype}; tokens can be hidden: noise=Ablation(keep)"
-        )
+        found = f"{images.dtype}; tokens can be hidden: noise=Ablation(keep)"
+        raise InputError(f"noise that is added needs float inputs, got {found}")
     return widened(images)
 
 
@@ -118,7 +116,7 @@ def added(images: Tensor, noise: Tensor, scale: float) -> Tensor:
     return to_lattice_(noise.add_(summable(images)[:, None].to(torch.float64)), scale).float()
 
 
-def _four(ids: Tensor, words: noise_cpu.Words, draws: range, counters: int) -> tuple[Tensor, ...]:
+def _four(ids: Tensor, words: noise_cpu.Words, draws: range, counters: int) -> Four:
     """The four words of every counter, [b, len(draws), counters] each."""
     k0, k1, low_mask, high_mask = words
     position = torch.arange(counters, device=ids.device)

@@ -204,8 +204,7 @@ class LogitStore:
 
     def refresh(self) -> None:
         """Look at the folder again; files that have not changed since they were checked are not read again."""
-        there = chunks_in(self.folder)
-        self._entries = {chunk: entry for chunk, entry in self._entries.items() if chunk in there}
+        there = dict.fromkeys([*chunks_in(self.folder), *self._entries])
         self.damaged, self._listed = {}, True
         with Bar("checking", len(there), self.progress) as bar:
             for chunk in there:

@@ -105,10 +105,9 @@ class StoreKey:
         Stream(seed, ROLE)  # checks the seed
         own = fingerprint(smoother.model)
         if own is None and not model_fingerprint:
-            raise InputError(
-                "a model that is not an nn.Module has no fingerprint, so its logits could not be told from another's; "
-                "wrap it in a module that owns its weights, or give model_fingerprint=, a string that changes with them"
-            )
+            what = "a model that is not an nn.Module has no fingerprint, so its logits could not be told from another's"
+            own = "give model_fingerprint=, a string that changes with them"
+            raise InputError(f"{what}; wrap it in a module that owns its weights, or {own}")
         if own is not None and model_fingerprint:
             raise InputError("a module's weights are its fingerprint; leave model_fingerprint out")
         if images_fingerprint and in_memory(data):
@@ -160,9 +159,9 @@ class StoreKey:
             found |= {"images": length(data), **({"data": data_fingerprint(data)} if in_memory(data) else {})}
         for name, value in found.items():
             if value != getattr(self, name) and not (anywhere and name == "device"):
+                mixed = "logits of two kinds are never mixed: open the store of this key instead"
                 raise InputError(
-                    f"this store is for {name} {_short(getattr(self, name))}, not {_short(value)}; logits of two kinds are never "
-                    "mixed: open the store of this key instead"
+                    f"this store is for {name} {_short(getattr(self, name))}, not {_short(value)}; {mixed}"
                 )
 
 

@@ -33,7 +33,7 @@ from keepcover.store import Chunk, Filled, LogitStore, StoreKey
 from keepcover.store.cluster import Cluster
 from keepcover.store.filling import Filling, compute_chunk, read_chunk, to_half
 
-SECONDS_TO_WAIT = 1.0
+SECONDS_TO_WAIT, SECONDS_TO_ANSWER = 1.0, 10.0
 
 
 def versions() -> str:
@@ -76,10 +76,8 @@ class Worker:
         """
         key, here = self.recipe.key, platform.node()
         if versions() != self.recipe.versions:
-            raise InputError(
-                f"{here} has {versions()} and the driver {self.recipe.versions}; logits of two versions are never mixed: install "
-                "the same everywhere"
-            )
+            mixed = "logits of two versions are never mixed: install the same everywhere"
+            raise InputError(f"{here} has {versions()} and the driver {self.recipe.versions}; {mixed}")
         torch.set_num_threads(self.recipe.threads)
         try:
             model = build()
@@ -138,8 +136,7 @@ class Pool:
         self.gpus = cluster.gpus_for(recipe.key.device)
         takes: dict[str, Any] = {"num_cpus": cluster.cpus, "num_gpus": self.gpus}
         self._make = ray.remote(Worker).options(**takes, max_restarts=0, max_task_retries=0)
-        self.workers: list[WorkerHandle] = []
-        self.running: dict[Any, Task] = {}
+        self.workers, self.running = list[WorkerHandle](), dict[Any, Task]()
         # How many workers ended with a chunk; under None, how many in a row ended before they were ready.
         self._failures: Counter[Chunk | None] = Counter()
 
@@ -236,8 +233,8 @@ def shortage(ray: Any, cluster: Cluster, gpus: float) -> str:
 
 
 def _stopped(why: str, work: Filling) -> InputError:
-    stored = len(work.store.entries)
-    return InputError(f"{why} What is stored is intact ({stored} chunks); run the same again, it goes on from there")
+    stored = f"What is stored is intact ({len(work.store.entries)} chunks)"
+    return InputError(f"{why} {stored}; run the same again, it goes on from there")
 
 
 def _hopeless(chunk: Chunk | None, times: int, error: Exception, work: Filling) -> InputError:
@@ -249,9 +246,6 @@ def _hopeless(chunk: Chunk | None, times: int, error: Exception, work: Filling) 
     else:
         what, advice = f"{chunk} ended {times} workers", "Out of memory? Try a smaller batch size or larger workers."
     return _stopped(f"{what}, the last with: {said} {advice}", work)
-
-
-SECONDS_TO_ANSWER = 10.0
 
 
 def fill(
@@ -312,9 +306,7 @@ def connected(cluster: Cluster) -> Iterator[tuple[Any, bool]]:
     ray = optional("ray", "the cluster engine needs Ray", "ray")
     if ray.is_initialized():
         if cluster.address is not None:
-            raise InputError(
-                "this process is connected to Ray already; leave the address out, or call ray.shutdown() first"
-            )
+            raise InputError("this process is connected to Ray already; leave the address out, or ray.shutdown() first")
         yield ray, False
         return
     address = cluster.address or os.environ.get("RAY_ADDRESS") or "local"
