@@ -23,9 +23,7 @@ from keepcover.store.logits_file import refuse_packed
 _PROGRAM = "models/model.json"
 _SAMPLES = "data/sample_inputs/model.pt"
 _PAYLOADS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
-_COPIED = re.compile(
-    r"archive_format|archive_version|byteorder|\.data/\w+|data/(weights|constants)/(weight|tensor)_\d+"
-)
+_COPIED = re.compile(r"archive_(format|version)|byteorder|\.data/\w+|data/(weights|constants)/(weight|tensor)_\d+")
 _IGNORED = re.compile(r"extra/.*")
 
 _NAME = re.compile(r"[\w.]*")

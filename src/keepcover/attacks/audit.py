@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from keepcover.attacks.pgd import CustomAttack, Margin, NoisyModel, mean_softmax, pgd
-from keepcover.engine.inputs import batches, in_order
+from keepcover.engine.inputs import batches, extremes, in_order
 from keepcover.engine.progress import Progress
 from keepcover.errors import InputError
 from keepcover.methods import Rule
@@ -198,7 +198,7 @@ def audit(
         labels = predictor.task.check_truth(labels, len(images))
     seed = fresh_seed() if seed is None else seed
     stream = Stream(seed, "attack")
-    options: dict[str, Any] = {"steps": steps, "restarts": restarts, "clip": clip, "rows": rows, "progress": progress}
+    options: dict[str, Any] = {"steps": steps, "restarts": restarts, "rows": rows, "progress": progress}
     shared: dict[tuple[Any, ...], Tensor] = {}
     found: list[AuditRow] = []
     attacked: dict[tuple[str, str, float], Tensor] = {}
@@ -209,7 +209,10 @@ def audit(
         noisy = NoisyModel(smoother.scaled_model, smoother.noise, draws, stream, smoother.autocast)
         # Steps and radius are in the units of the noise.
         inputs, units = smoother.scaled(images), smoother.input_scale
-        how = {**options, "norm": norm, "device": smoother.device, "clip": clip or _range(inputs, norm)}
+        # Where the norm leaves pixels free: the range of the images, far beyond which a query is refused.
+        free = get_norm(norm).replaces and inputs.is_floating_point()
+        bounds = clip or (extremes(inputs) if free else None)
+        how = {**options, "norm": norm, "device": smoother.device, "clip": bounds}
         loss = mean_softmax if attack == "softmax" else Margin(predictor, stream)
         # The softmax attack is the same for every predictor on this model and noise.
         own = None if attack == "softmax" else (name, attack)
@@ -246,14 +249,6 @@ def audit(
                 record(name, predictor, attack, radius, _checked(inputs, images, radius, attack, predictor))
     digests = {name: predictor.digest for name, predictor in named.items()}
     return Audit(tuple(found), images, labels, attacked, sets, digests)
-
-
-def _range(images: Tensor, norm: str) -> tuple[float, float] | None:
-    """Where the norm leaves pixels free: the range of the images, far beyond which a query is refused."""
-    if not get_norm(norm).replaces or not images.is_floating_point():
-        return None
-    low, high = images.aminmax()
-    return float(low), float(high)
 
 
 def _checked(attacked: Tensor, images: Tensor, radius: float, name: str, predictor: Predictor) -> Tensor:

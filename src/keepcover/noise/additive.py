@@ -48,9 +48,7 @@ class Gaussian(Noise):
 
     sigma: float
 
-    name = "gaussian"
-    norms = ("l2", "l1", "linf")
-    weaker = "a larger sigma"
+    name, norms, weaker = "gaussian", ("l2", "l1", "linf"), "a larger sigma"
     remedy = (
         "put a denoiser before it (keepcover.denoised), fine-tune it under this noise (keepcover.training.fit_under_noise) or "
         "choose less noise: keepcover.check compares them"
@@ -119,9 +117,7 @@ class Laplace(Noise):
 
     scale: float
 
-    name = "laplace"
-    norms = ("l1",)
-    weaker = "a larger scale"
+    name, norms, weaker = "laplace", ("l1",), "a larger scale"
     assumptions = _rounded("a thousandth of the noise", "Laplace")
 
     def __post_init__(self) -> None:
@@ -174,9 +170,7 @@ class Uniform(Noise):
 
     half_width: float
 
-    name = "uniform"
-    norms = ("l1",)
-    weaker = "a larger half width"
+    name, norms, weaker = "uniform", ("l1",), "a larger half width"
     assumptions = _rounded("a thousandth of the noise", "uniform")
 
     def __post_init__(self) -> None:

@@ -61,9 +61,7 @@ class Ablation(Noise):
 
     keep: int
 
-    name = "ablation"
-    norms = ("l0", "patch")
-    weaker = "fewer positions kept"
+    name, norms, weaker = "ablation", ("l0", "patch"), "fewer positions kept"
     hides = True
     assumptions = _anew("choose what is kept")
 
@@ -73,10 +71,8 @@ class Ablation(Noise):
         object.__setattr__(self, "keep", int(self.keep))
 
     def noisy(self, images: Tensor, stream: Stream, ids: Tensor, draws: range) -> Tensor:
-        shape = tuple(images.shape[1:])
-        keys = stream.unit(ids, draws, (self._of(shape),))
-        kept = keys <= keys.kthvalue(self.keep, dim=-1, keepdim=True).values
-        return hidden(images, kept)
+        keys = stream.unit(ids, draws, (self._of(tuple(images.shape[1:])),))
+        return hidden(images, keys <= keys.kthvalue(self.keep, dim=-1, keepdim=True).values)
 
     def worst(self, q: ndarray, epsilon: float, norm: str, shape: Shape) -> Any:
         return q + self._mass(epsilon, norm, shape)
@@ -123,11 +119,8 @@ class Bands(Noise):
 
     width: int
 
-    name = "bands"
-    norms = ("patch",)
-    weaker = "narrower bands"
-    hides = True
-    deterministic = True
+    name, norms, weaker = "bands", ("patch",), "narrower bands"
+    hides = deterministic = True
     each = "band"
     assumptions = (
         Assumption(
@@ -192,9 +185,7 @@ class RandomBands(Bands):
         random bands of 4 columns
     """
 
-    name = "random_bands"
-    deterministic = False
-    each = "draw"
+    name, deterministic, each = "random_bands", False, "draw"
     assumptions = _anew("place the band")
 
     def _first(self, stream: Stream, ids: Tensor, draws: range, total: int) -> Tensor:

@@ -208,18 +208,15 @@ class _Replaced(Norm):
     """Attacks that replace whole positions by anything: how far a number moves does not matter."""
 
     sparse = replaces = True
+    axes: int  # along which the radius counts positions
 
     def check(self, radius: float) -> float:
         if super().check(radius) != int(radius):
             raise InputError(f"expected a whole number of {self.short} for epsilon, got {radius}")
         return float(radius)
 
-    @abstractmethod
-    def replaced(self, radius: float) -> float:
-        """How many positions become anything."""
-
     def spent(self, radius: float, shape: Shape) -> dict[str, float]:
-        return {"share of positions that become anything": min(1.0, self.replaced(radius) / positions(shape))}
+        return {"share of positions that become anything": min(1.0, radius**self.axes / positions(shape))}
 
     def direction(self, gradient: Tensor) -> Tensor:
         return gradient.sign()
@@ -245,9 +242,7 @@ class L0(_Replaced):
     """
 
     name, short, words, answer = "l0", "positions", "in positions", "Ablation(keep)"
-
-    def replaced(self, radius: float) -> float:
-        return radius
+    axes = 1
 
     def reach(self, radius: float) -> str:
         return f"{radius:g} changed position{'s' if radius != 1 else ''}"
@@ -297,10 +292,8 @@ class Patch(_Replaced):
     """
 
     name, short, words, answer = "patch", "pixels of a patch's side", "as the side of a patch", "Bands(width)"
+    axes = 2
     places = 8  # that are tried
-
-    def replaced(self, radius: float) -> float:
-        return radius**2
 
     def reach(self, radius: float) -> str:
         return f"a patch of {radius:g} x {radius:g}"
@@ -311,11 +304,10 @@ class Patch(_Replaced):
     def length(self, delta: Tensor) -> Tensor:
         changed = (delta != 0).reshape(len(delta), -1, *_plane(delta)).any(dim=1)
         sides = []
-        for axis in (1, 2):
-            line = changed.any(dim=3 - axis)
-            at = torch.arange(line.shape[1], device=delta.device).expand_as(line)
-            first = at.masked_fill(~line, line.shape[1]).amin(dim=1)
-            sides.append(torch.where(line.any(dim=1), at.masked_fill(~line, -1).amax(dim=1) - first + 1, 0))
+        for line in (changed.any(dim=2), changed.any(dim=1)):
+            at = torch.arange(1, line.shape[1] + 1, device=delta.device) * line
+            first = at.masked_fill(~line, line.shape[1] + 1).amin(dim=1)
+            sides.append((at.amax(dim=1) - first + 1).clamp_min(0))
         return torch.maximum(*sides).to(torch.promote_types(delta.dtype, torch.float32))
 
     def project(self, delta: Tensor, radius: float) -> Tensor:

@@ -95,8 +95,7 @@ def scattered(chunks: Sequence[Chunk]) -> list[Chunk]:
         >>> [chunk.draws.start for chunk in scattered(chunks)] == [0] * 9 + [2] * 9
         True
     """
-    own = random.SystemRandom().sample(chunks, len(chunks))
-    return sorted(own, key=lambda chunk: chunk.draws.start)
+    return sorted(random.SystemRandom().sample(chunks, len(chunks)), key=lambda chunk: chunk.draws.start)
 
 
 class Filling(AbstractContextManager["Filling"]):

@@ -37,8 +37,7 @@ def data_fingerprint(data: Any) -> str:
         truth.update(batch.labels.cpu().long().contiguous().numpy().tobytes())
     if len(shapes) != 1:
         raise InputError(f"expected images of one shape, got {' and '.join(map(str, sorted(shapes)))}")
-    text = f"{count} {shapes.pop()} {pixels.hexdigest()} {truth.hexdigest()}"
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(f"{count} {shapes.pop()} {pixels.hexdigest()} {truth.hexdigest()}".encode()).hexdigest()
 
 
 def _structure(smoother: Smoother, shape: tuple[int, ...]) -> str:
