@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,8 @@ _SKIPPED = ("n_jobs", "verbose", "_sklearn_version", "_tree")
 # Code has no state that could be compared.
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, functools.partial, np.ufunc)
 
+_ATOMS = (np.ndarray, np.generic, types.NoneType, bool, int, float, complex, str, bytes, type)  # are never seen again
+
 
 def state_digest(value: Any) -> str | None:
     """SHA-256 over a nested state of numbers, strings, arrays, containers and plain objects; None where that fails.
@@ -102,66 +104,53 @@ def state_digest(value: Any) -> str | None:
 
 
 def _known_digest(value: Any) -> str:
-    digest = _Digest()
-    digest.add(value)
-    return digest.hash.hexdigest()
+    digest = hashlib.sha256()
+    seen: dict[int, tuple[int, Any]] = {}  # keeps what it has seen alive, so that no id is used twice
 
-
-class _Digest:
-    def __init__(self) -> None:
-        self.hash = hashlib.sha256()
-        self.seen: dict[int, tuple[int, Any]] = {}  # keeps what it has seen alive, so that no id is used twice
-
-    def _write(self, kind: str, content: bytes = b"") -> None:
-        """Kind and length first, so that no two states give the same bytes."""
-        self.hash.update(f"{kind} {len(content)}\n".encode() + content)
-
-    def add(self, value: Any) -> None:
-        if isinstance(value, np.ndarray | np.generic):
-            self._array(np.asarray(value))
-        elif value is None or isinstance(value, bool | int | float | complex | str | bytes):
-            self._write(type(value).__name__, value if isinstance(value, bytes) else repr(value).encode())
-        elif isinstance(value, type):
-            self._write("type", f"{value.__module__}.{value.__qualname__}".encode())
-        elif id(value) in self.seen:
-            self._write("again", str(self.seen[id(value)][0]).encode())
+    def add(value: Any) -> None:
+        if id(value) in seen:
+            kind, content, parts = "again", str(seen[id(value)][0]), ()
         else:
-            self.seen[id(value)] = (len(self.seen), value)
-            self._container(value)
+            kind, content, parts = _apart(value)
+            if not isinstance(value, _ATOMS):
+                seen[id(value)] = (len(seen), value)
+        content = content.encode() if isinstance(content, str) else content
+        # Kind and length first, so that no two states give the same bytes.
+        digest.update(f"{kind} {len(content)}\n".encode() + content)
+        for part in parts:
+            add(part)
 
-    def _container(self, value: Any) -> None:
-        if isinstance(value, set | frozenset):
-            self._write("set", "".join(sorted(map(_known_digest, value))).encode())
-        elif isinstance(value, list | tuple | dict):
-            self._write(type(value).__name__, str(len(value)).encode())
-            for item in itertools.chain.from_iterable(value.items()) if isinstance(value, dict) else value:
-                self.add(item)
-        else:
-            self._object(value)
+    add(value)
+    return digest.hexdigest()
 
-    def _array(self, array: np.ndarray) -> None:
-        if array.dtype.names:  # a record's padding bytes hold anything
-            self._write("record", repr((array.dtype.names, array.shape)).encode())
-            for name in array.dtype.names:
-                self._array(array[name])
-        elif array.dtype.hasobject:
-            self._write("objects", repr(array.shape).encode())
-            self.add(array.ravel().tolist())
-        else:
-            self._write("array", repr((array.dtype.str, array.shape)).encode())
-            self._write("bytes", np.ascontiguousarray(array).tobytes())
 
-    def _object(self, value: Any) -> None:
-        """Through what an object gives to ``copy``: how it is made, from what, and its state; else TypeError."""
-        reduced = None if isinstance(value, _CODE) else value.__reduce_ex__(4)
-        if not isinstance(reduced, tuple):  # the name of something, not its state
-            raise TypeError(type(value).__name__)
-        make: Any = reduced[0]
-        arguments, state, *items = (*reduced[1:], None, None, None)[:4]
-        self._write("object", f"{make.__module__}.{make.__qualname__}".encode())
-        self.add(arguments)
-        if isinstance(state, dict):
-            state = {key: item for key, item in sorted(state.items()) if key not in _SKIPPED}
-        self.add(state)
-        for item in items:
-            self.add(None if item is None else list(item))
+def _apart(value: Any) -> tuple[str, str | bytes, Iterable[Any]]:
+    """The kind of a value, what it says itself, and its parts; TypeError where it has no canonical bytes."""
+    kind = type(value).__name__
+    match value:
+        case np.ndarray() | np.generic():
+            array = np.asarray(value)
+            if array.dtype.names:  # a record's padding bytes hold anything
+                return "record", repr((array.dtype.names, array.shape)), [array[name] for name in array.dtype.names]
+            if array.dtype.hasobject:
+                return "objects", repr(array.shape), [array.ravel().tolist()]
+            return "array", repr((array.dtype.str, array.shape)), [np.ascontiguousarray(array).tobytes()]
+        case None | bool() | int() | float() | complex() | str() | bytes():
+            return kind, value if isinstance(value, bytes) else repr(value), ()
+        case type():
+            return "type", f"{value.__module__}.{value.__qualname__}", ()
+        case set() | frozenset():
+            return "set", "".join(sorted(map(_known_digest, value))), ()
+        case list() | tuple() | dict():
+            items = itertools.chain.from_iterable(value.items()) if isinstance(value, dict) else value
+            return kind, str(len(value)), items
+    # Through what an object gives to ``copy``: how it is made, from what, and its state.
+    reduced = None if isinstance(value, _CODE) else value.__reduce_ex__(4)
+    if not isinstance(reduced, tuple):  # the name of something, not its state
+        raise TypeError(kind)
+    make: Any = reduced[0]
+    arguments, state, *more = (*reduced[1:], None, None, None)[:4]
+    if isinstance(state, dict):
+        state = {key: item for key, item in sorted(state.items()) if key not in _SKIPPED}
+    items = (None if item is None else list(item) for item in more)
+    return "object", f"{make.__module__}.{make.__qualname__}", [arguments, state, *items]

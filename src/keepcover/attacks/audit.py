@@ -137,9 +137,8 @@ def _parts(
         yield items, covered, float(threshold)
         return
     queries = Sample(covered, label=predictor.task.label_of(truth), group=group)
-    mine, theirs = (promise.partition.cells(some) for some in (rule.sample(items), queries))
-    assert mine is not None
-    assert theirs is not None
+    cells: Any = promise.partition.cells
+    mine, theirs = cells(rule.sample(items)), cells(queries)
     place = promise.partition.of_label(predictor.task.candidates or 0)
     for at in range(promise.cells(predictor.task.candidates)):
         own = threshold[at] if place is None else threshold[place == at]

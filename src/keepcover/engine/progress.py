@@ -15,8 +15,7 @@ WAIT, EVERY = 2.0, 10.0  # seconds before anything is shown, and between two lin
 
 
 def _notebook() -> bool:
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return hasattr(shell, "kernel")
+    return hasattr(getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)(), "kernel")
 
 
 class Bar(AbstractContextManager["Bar"]):

@@ -20,7 +20,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -480,7 +479,7 @@ def scattered(chunks: Sequence[Chunk]) -> list[Chunk]:
     return sorted(random.SystemRandom().sample(chunks, len(chunks)), key=lambda chunk: chunk.draws.start)
 
 
-class Filling(AbstractContextManager["Filling"]):
+class Filling(contextlib.AbstractContextManager["Filling"]):
     """One call's share of the work on a store. Use it as a context: leaving it sums up, whatever happened.
 
     Other processes may be at work in the same folder. A chunk that has appeared before its turn is theirs, and every process
