@@ -213,8 +213,8 @@ def rehearse(module: fx.GraphModule, shape: Sequence[int], name: str) -> Any:
             for value in result if isinstance(result, list | tuple) else [result]:
                 if isinstance(value, Tensor) and value.untyped_storage().nbytes() > most:
                     takes = f"would take {value.untyped_storage().nbytes() / 2**30:.1f} GiB for {shape[0]} images"
-                    most_ = f"keepcover runs programs that take up to {MOST_PER_IMAGE >> 20} MiB per tensor and image"
-                    raise InputError(f"{name}: {n.name} {takes}; {most_}")
+                    allowed = f"keepcover runs programs that take up to {MOST_PER_IMAGE >> 20} MiB per tensor and image"
+                    raise InputError(f"{name}: {n.name} {takes}; {allowed}")
             return result
 
     fails = refusing(f"{name} fails on inputs {tuple(shape)}")

@@ -298,6 +298,8 @@ class Identity:
         excess = (logits - self.outputs).abs() - allowed
         if float(excess.max()) > 0:
             row, label = divmod(int(excess.argmax()), logits.shape[1])
-            is_, was, near = (float(values[row, label]) for values in (logits, self.outputs, allowed))
-            what = f"its logit of class {label} on fixed input {row} is {is_:.4g}, expected {was:.4g} within {near:.2g}"
+            now, then, near = (float(values[row, label]) for values in (logits, self.outputs, allowed))
+            what = (
+                f"its logit of class {label} on fixed input {row} is {now:.4g}, expected {then:.4g} within {near:.2g}"
+            )
             raise InputError(f"{begin}{what}; {advice}")

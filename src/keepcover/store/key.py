@@ -105,8 +105,8 @@ class StoreKey:
         own = fingerprint(smoother.model)
         if own is None and not model_fingerprint:
             what = "a model that is not an nn.Module has no fingerprint, so its logits could not be told from another's"
-            own = "give model_fingerprint=, a string that changes with them"
-            raise InputError(f"{what}; wrap it in a module that owns its weights, or {own}")
+            given = "give model_fingerprint=, a string that changes with them"
+            raise InputError(f"{what}; wrap it in a module that owns its weights, or {given}")
         if own is not None and model_fingerprint:
             raise InputError("a module's weights are its fingerprint; leave model_fingerprint out")
         if images_fingerprint and in_memory(data):
