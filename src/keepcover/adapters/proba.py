@@ -129,7 +129,7 @@ def _apart(value: Any) -> tuple[str, str | bytes, Iterable[Any]]:
     kind = type(value).__name__
     match value:
         case np.ndarray() | np.generic():
-            array = np.asarray(value)
+            array: Any = np.asarray(value)
             if array.dtype.names:  # a record's padding bytes hold anything
                 return "record", repr((array.dtype.names, array.shape)), [array[name] for name in array.dtype.names]
             if array.dtype.hasobject:
