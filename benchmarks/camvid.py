@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from keepcover import KeepcoverWarning, Noise, Predictor, Segmentation, Smoother, Stream, audit, calibrate_outputs
-from keepcover.attacks.losses import Margin
-from keepcover.attacks.pgd import NoisyModel, pgd
+from keepcover.attacks.pgd import Margin, NoisyModel, pgd
 from keepcover.data import Labelled, scenes
 from keepcover.evaluation import Attacked, Entry, Row, evaluate_entries
 from keepcover.evaluation.manifest import command_of, manifest, write_results

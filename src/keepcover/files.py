@@ -9,15 +9,13 @@ import shutil
 import stat
 from pathlib import Path
 
-from keepcover.errors import InputError, reason
+from keepcover.errors import InputError, refusing
 
 
 def make_folder(path: Path) -> Path:
     """Create a folder for output, or say why not."""
-    try:
+    with refusing(f"cannot create the folder {path}", OSError, ValueError, advice="choose another place"):
         path.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot create the folder {path} ({reason(error)}); choose another place") from None
     return path
 
 
@@ -26,12 +24,10 @@ def target(path: str | Path) -> Path:
 
     Only a regular file is replaced: a rename onto a device, a pipe or a socket would destroy it.
     """
-    try:
+    with refusing(f"cannot write {str(path)!r}", OSError, ValueError, advice="choose another place"):
         found = Path(os.path.realpath(path))
         mode = os.lstat(found).st_mode if os.path.lexists(found) else stat.S_IFREG
         inside = found.parent.is_dir()
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot write {str(path)!r} ({reason(error)}); choose another place") from None
     if not inside:
         folder = found.parent if Path(path).is_symlink() else Path(path).parent
         raise InputError(f"no folder {folder} to write {found.name} into; create it first")
@@ -50,10 +46,8 @@ def check_place(*paths: str | Path) -> None:
         if os.access(place, os.F_OK) and not os.access(place, os.W_OK):
             raise InputError(f"{path} is read-only; change that or choose another name")
         trial = _temporary(place)
-        try:
+        with _writing(path):
             trial.touch(exist_ok=False)
-        except OSError as error:
-            raise _unwritable(path, error) from None
         trial.unlink(missing_ok=True)
 
 
@@ -91,15 +85,13 @@ def write_atomically(path: str | Path, content: bytes) -> None:
 
 def write_file(path: str | Path, content: bytes) -> None:
     """:func:`write_atomically` for people: a full or failing disk is one line, and the old file is still there."""
-    try:
+    with _writing(path):
         write_atomically(path, content)
-    except OSError as error:
-        raise _unwritable(path, error) from None
 
 
 def _temporary(place: Path) -> Path:
     return place.with_name(f".{place.name}.{secrets.token_hex(8)}.tmp")
 
 
-def _unwritable(path: str | Path, error: OSError) -> InputError:
-    return InputError(f"cannot write {path} ({reason(error)}); make room or choose another place")
+def _writing(path: str | Path) -> contextlib.AbstractContextManager[None]:
+    return refusing(f"cannot write {path}", OSError, advice="make room or choose another place")

@@ -17,9 +17,8 @@ from keepcover.adapters import ExportedClassifier, OnnxClassifier, from_hugging_
 from keepcover.data import Labelled, cifar, digits, idx
 from keepcover.data.image_folder import usual_folder
 from keepcover.data.table import read_csv
-from keepcover.engine.devices import checked_device
 from keepcover.engine.inputs import check_images
-from keepcover.engine.smoother import Classifier
+from keepcover.engine.smoother import Classifier, checked_device
 from keepcover.errors import InputError
 from keepcover.models import NAMES, denoised, find_weights, is_named, load_head, load_weights, network
 from keepcover.prediction import Predictor

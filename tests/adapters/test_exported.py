@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from keepcover import calibrate, fingerprint, load
 from keepcover.adapters import ExportedClassifier
+from keepcover.adapters.exported import check_calls
 from keepcover.adapters.program import _is_arithmetic, checked_copy
-from keepcover.adapters.rehearsal import check_calls
 from keepcover.attacks import audit
 from keepcover.errors import InputError
 from keepcover.models import CifarResNet, SmallCNN

@@ -35,9 +35,8 @@ from torch import Tensor
 
 from keepcover import Classification, Predictor, calibrate, fingerprint, load
 from keepcover.adapters import from_predict_proba
-from keepcover.adapters.proba import log_probabilities
+from keepcover.adapters.proba import log_probabilities, state_digest
 from keepcover.adapters.sklearn import RobustSetClassifier, predict_set
-from keepcover.adapters.state import state_digest
 from keepcover.attacks import audit
 from keepcover.errors import InputError
 from keepcover.methods import METHODS, Exact, get_method

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from keepcover.attacks import Margin, NoisyModel, mean_softmax, pgd, random_search, smooth_adv, transfer
-from keepcover.attacks.losses import Loss
+from keepcover.attacks.pgd import Loss
 from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.methods import RSCP
 from keepcover.noise import Stream

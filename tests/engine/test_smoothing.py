@@ -555,7 +555,8 @@ def test_passes_take_the_size_that_was_fastest(slow: int, monkeypatch: pytest.Mo
     again = Smoother(model, 0.1, batch_size=100).reduce(images, 4, stream, lambda batch, logits: logits)
     torch.testing.assert_close(found, again, rtol=0, atol=1e-5)
     sizes.clear()
-    for _ in Smoother(timed, 0.1).stream(images, 4, stream, steady=True):
+    asked = [(Batch(images, None, torch.arange(len(images))), range(4), stream)]
+    for _ in Smoother(timed, 0.1).streams(asked, steady=True):
         pass
     assert set(sizes[:-1]) == {64}
 

@@ -213,7 +213,7 @@ def test_remembered_logits_are_those_of_a_plain_smoother_and_memory_is_bounded()
                 plain.logits(images[part], draws, stream, ids[part]),
                 atol=1e-5,
             )
-    assert shared._bytes == sum(logits.nbytes for logits in shared._seen.values()) <= 10_000
+    assert sum(logits.nbytes for logits in shared._seen.values()) <= 10_000
 
 
 def test_the_model_runs_in_one_thread_at_a_time() -> None:

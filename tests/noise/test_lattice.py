@@ -31,8 +31,8 @@ from keepcover.serve.reading import Reader
 from keepcover.specs import load_data, load_inputs, load_parts
 from keepcover.store import LogitStore, StoreKey
 from keepcover.store.cluster import Cluster
-from keepcover.store.cluster.pool import Pool, Recipe
-from keepcover.store.filling import Filling
+from keepcover.store.cluster.ray import Pool, Recipe
+from keepcover.store.folder import Filling
 from keepcover.store.key import data_fingerprint
 from keepcover.training.noise import fit_under_noise
 from tests.noise.test_cpu import angle, squared_radius

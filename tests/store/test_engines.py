@@ -24,8 +24,8 @@ from keepcover.errors import InputError, KeepcoverWarning
 from keepcover.store import Chunk, LogitStore, StoreKey
 from keepcover.store.cluster import Cluster
 from keepcover.store.cluster import ray as engine
-from keepcover.store.cluster.pool import Pool, Recipe, Worker
-from keepcover.store.filling import Filling, scattered
+from keepcover.store.cluster.ray import Pool, Recipe, Worker
+from keepcover.store.folder import Filling, scattered
 from tests.cli.runner import arguments, place, refused
 from tests.store.test_store import DATA, GRID, IMAGES, Pixels, content, make, patient, smoother
 

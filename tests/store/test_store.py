@@ -30,7 +30,7 @@ from keepcover.errors import InputError
 from keepcover.evaluation import evaluate
 from keepcover.noise.stream import Stream, probes
 from keepcover.sealing import seal
-from keepcover.store import Chunk, LogitStore, StoreKey, data_fingerprint, filling, read_logits
+from keepcover.store import Chunk, LogitStore, StoreKey, data_fingerprint, folder, read_logits
 from keepcover.store.grid import Grid
 from keepcover.store.logits_file import read_arrays
 from tests.toys import network, toy
@@ -505,7 +505,7 @@ def test_a_store_that_cannot_fit_is_refused_at_the_first_chunk(tmp_path: Path, m
     run = smoother(model)
     store = LogitStore.open(tmp_path, StoreKey.of(run, DATA, 0), **GRID)
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(filling.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(InputError, match=r"needs \d+\.\d kB and .* has 1\.0 kB left; .*without storing"):
         store.fill(run, DATA, 8)
     assert model.seen in (10 * 4, 8 * 4)  # the first chunk, and the one computed while it was written

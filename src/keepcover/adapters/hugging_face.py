@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from keepcover.errors import InputError, optional, refusing
 from keepcover.models.small_cnn import Normalize
 
+Channels = Sequence[float] | None
+
 MOST_JSON = 1 << 22  # bytes of a settings file; 22 000 classes take 1 MB
 MOST_LABELS = 100_000
 MOST_LAYERS = 1000
@@ -51,11 +53,7 @@ class HuggingFaceClassifier(nn.Module):
 
 
 def from_hugging_face(
-    folder: str | Path,
-    *,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    device: torch.device | str | None = None,
+    folder: str | Path, *, mean: Channels = None, std: Channels = None, device: torch.device | str | None = None
 ) -> HuggingFaceClassifier:
     """An image classifier saved by ``save_pretrained``, in eval mode, with its normalisation inside.
 
@@ -99,10 +97,8 @@ def from_hugging_face(
 def _check_weights(folder: Path) -> None:
     """Refuse weights that are not safetensors files of the folder: an index may name a pickle, or a file anywhere."""
     if not list(folder.glob("*.safetensors")):
-        pickles = "other weights are pickles, which run code when they are opened"
-        raise InputError(
-            f"{folder} has no .safetensors file; {pickles}: load those that you trust, save_pretrained again"
-        )
+        pickles = "other weights are pickles, which run code when they are opened: load those that you trust"
+        raise InputError(f"{folder} has no .safetensors file; {pickles}, save_pretrained again")
     if (folder / "adapter_config.json").exists():
         raise InputError(f"{folder} is an adapter of another model; merge them and save_pretrained the result")
     index = folder / "model.safetensors.index.json"
@@ -110,7 +106,7 @@ def _check_weights(folder: Path) -> None:
         return
     shards = _read_json(index).get("weight_map")
     for shard in shards.values() if isinstance(shards, dict) else [None]:
-        if not isinstance(shard, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", shard):
+        if not (isinstance(shard, str) and re.fullmatch(r"[\w-][\w.-]*\.safetensors", shard)):
             raise InputError(f"{index} names {shard!r} as weights; expected .safetensors files beside it")
         if not (folder / shard).is_file():
             raise InputError(f"{index} names {shard!r}, which is not there; copy that file too")
@@ -168,9 +164,8 @@ def _stated_normalize(preprocessor: dict[str, Any], folder: Path) -> Normalize:
     if preprocessor.get("rescale_offset"):
         shifts = f"the preprocessor in {folder} shifts pixels (rescale_offset)"
         raise InputError(f"{shifts}; give mean= and std= for images in [0, 1]")
-    mean, std = preprocessor.get("image_mean"), preprocessor.get("image_std")
-    if preprocessor and not preprocessor.get("do_normalize", True):
-        mean, std = [0.0] * 3, [1.0] * 3
+    plain = preprocessor and not preprocessor.get("do_normalize", True)
+    mean, std = ([0.0] * 3, [1.0] * 3) if plain else map(preprocessor.get, ("image_mean", "image_std"))
     if mean is None or std is None:
         lacks = "image_mean and image_std in preprocessor_config.json"
         raise InputError(f"{folder} does not say how to normalise images ({lacks}); give mean= and std=")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from keepcover.adapters.batching import check_sizes, in_batches
 from keepcover.adapters.proba import log_probabilities
+from keepcover.engine.smoother import Device
 from keepcover.errors import InputError, optional, refusing
 
 NEEDS = "ONNX models need onnx and onnxruntime"
@@ -37,12 +38,7 @@ class OnnxClassifier:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        output: str = "logits",
-        output_name: str | None = None,
-        device: torch.device | str | None = None,
+        self, path: str | Path, *, output: str = "logits", output_name: str | None = None, device: Device = None
     ) -> None:
         if output not in ("logits", "probabilities"):
             raise InputError(f"expected output logits or probabilities, got {output!r}")
@@ -51,20 +47,17 @@ class OnnxClassifier:
         if output != "logits" or output_name is not None:
             self.fingerprint = hashlib.sha256(f"{self.fingerprint} {output} {output_name}".encode()).hexdigest()
         self._session = _session(content, self.path, torch.device(device or "cpu"))
-        self._input = self._find_input()
-        self._output = self._find_output(output_name)
+        self._input, self._output = self._find_input(), self._find_output(output_name)
         self._sizes: list[int | None] = [size if isinstance(size, int) else None for size in self._input.shape]
         classes = self._output.shape[-1] if self._output.shape else None
         self.classes = classes if isinstance(classes, int) else None
         self._alone = False
 
     def __call__(self, images: Tensor) -> Tensor:
-        inputs = images.detach().cpu()
-        if len(self._sizes) == 2:
-            inputs = inputs.flatten(1)
+        inputs, batch = images.detach().cpu(), self._sizes[0] if self._sizes else None
+        inputs = inputs.flatten(1) if len(self._sizes) == 2 else inputs
         if self._sizes:
             check_sizes(self.path.name, inputs, self._sizes[1:])
-        batch = self._sizes[0] if self._sizes else None
         if not self._alone and len(inputs):
             self._refuse_train_mode(inputs[:1], batch)
         return in_batches(self._run, inputs, least=batch or 1, most=batch).to(images.device)
@@ -74,10 +67,9 @@ class OnnxClassifier:
         rows = batch or 2
         first, second = (self._run(torch.cat([image, *[other] * (rows - 1)])) for other in (image, 1 - image))
         if len(first) == len(second) == rows and not torch.allclose(first[0], second[0], rtol=1e-3, atol=1e-3):
-            raise InputError(
-                f"{self.path.name}: the logits of an image change with its neighbours in the batch or from run to run; export the "
-                "model in eval mode (batch norm and dropout included)"
-            )
+            what = "the logits of an image change with its neighbours in the batch or from run to run"
+            advice = "export the model in eval mode (batch norm and dropout included)"
+            raise InputError(f"{self.path.name}: {what}; {advice}")
         self._alone = True
 
     def _run(self, inputs: Tensor) -> Tensor:
@@ -87,9 +79,7 @@ class OnnxClassifier:
         result = torch.from_numpy(np.asarray(out))
         if result.ndim != 2:
             raise InputError(f"{self.path.name}: expected outputs [n, classes], got shape {tuple(result.shape)}")
-        if self.output == "probabilities":
-            return log_probabilities(result, self.path.name)
-        return result.float()
+        return log_probabilities(result, self.path.name) if self.output == "probabilities" else result.float()
 
     def _find_input(self) -> Any:
         inputs = self._session.get_inputs()
@@ -102,16 +92,14 @@ class OnnxClassifier:
 
     def _find_output(self, name: str | None) -> Any:
         outputs = self._session.get_outputs()
-        fit = [o for o in outputs if o.type in _DTYPES and (not o.shape or len(o.shape) == 2)]
-        fit = [o for o in fit if name in (None, o.name)]
+        tables = [o for o in outputs if o.type in _DTYPES and (not o.shape or len(o.shape) == 2)]
+        fit = [o for o in tables if name in (None, o.name)]
         if len(fit) == 1:
             return fit[0]
+        none = "expected a float output [n, classes]; a converted scikit-learn classifier needs the option zipmap=False"
+        problem = "choose one of several outputs with output_name=" if fit else none
         if name is not None:
             problem = f"no float output {name!r} of shape [n, classes]"
-        elif fit:
-            problem = "choose one of several outputs with output_name="
-        else:
-            problem = "expected a float output [n, classes]; a converted scikit-learn classifier needs the option zipmap=False"
         found = ", ".join(f"{o.name}: {o.type} {o.shape}" for o in outputs)
         raise InputError(f"{self.path.name}: {problem}; the model has {found}")
 
@@ -167,11 +155,10 @@ def _session(content: bytes, path: Path, device: torch.device) -> Any:
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent.resolve()))
     provider: str | tuple[str, dict[str, int]] = "CPUExecutionProvider"
     if device.type != "cpu":
-        if device.type != "cuda" or "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
-            raise InputError(
-                f"this onnxruntime cannot run on {device}: it offers {', '.join(onnxruntime.get_available_providers())}; "
-                "use the cpu, or install onnxruntime-gpu for cuda"
-            )
+        offers = onnxruntime.get_available_providers()
+        if device.type != "cuda" or "CUDAExecutionProvider" not in offers:
+            what = f"this onnxruntime cannot run on {device}: it offers {', '.join(offers)}"
+            raise InputError(f"{what}; use the cpu, or install onnxruntime-gpu for cuda")
         provider = ("CUDAExecutionProvider", {"device_id": device.index or 0})
     with refusing(f"{path} is not a model that onnxruntime can run"):
         return onnxruntime.InferenceSession(content, options, providers=[provider])

@@ -23,9 +23,7 @@ from keepcover.store.logits_file import refuse_packed
 _PROGRAM = "models/model.json"
 _SAMPLES = "data/sample_inputs/model.pt"
 _PAYLOADS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
-_COPIED = re.compile(
-    r"archive_format|archive_version|byteorder|\.data/\w+|data/(weights|constants)/(weight|tensor)_\d+"
-)
+_COPIED = re.compile(r"archive_(format|version)|byteorder|\.data/\w+|data/(weights|constants)/(weight|tensor)_\d+")
 _IGNORED = re.compile(r"extra/.*")
 
 _NAME = re.compile(r"[\w.]*")
@@ -80,9 +78,8 @@ def _records(content: bytes, name: str) -> dict[str, bytes]:
                     "function of your own and give package.module:function"
                 )
             if record.endswith(".json") and info.file_size > MOST_JSON:
-                raise InputError(
-                    f"{name}: {record} has {info.file_size} bytes, more than {MOST_JSON}; it is no usual classifier"
-                )
+                size = f"{info.file_size} bytes, more than {MOST_JSON}"
+                raise InputError(f"{name}: {record} has {size}; it is no usual classifier")
             records[record] = archive.read(info)
     return records
 

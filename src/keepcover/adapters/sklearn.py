@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keepcover.adapters.proba import ProbabilityClassifier
-from keepcover.adapters.state import state_digest
+from keepcover.adapters.proba import ProbabilityClassifier, state_digest
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, install
 from keepcover.methods import Method
@@ -31,6 +30,7 @@ except ImportError:
 
 # float64 stays as it is: noise must be added before anything is rounded, or an attack can hide in the rounding.
 _FLOATS = [np.float64, np.float32]
+Random = np.random.RandomState
 
 
 @dataclass(eq=False, repr=False)
@@ -50,7 +50,7 @@ class _Robust(MetaEstimatorMixin, BaseEstimator):
     copies: int = 8
     random_state: Any = None
 
-    def _split(self, X: np.ndarray, random: np.random.RandomState, estimator: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _split(self, X: np.ndarray, random: Random, estimator: Any) -> tuple[np.ndarray, np.ndarray]:
         """Rows to train on, none where the estimator is fitted already, and rows that calibrate."""
         order = random.permutation(len(X))  # at random, not stratified: calibration points must be like any other
         if isinstance(estimator, FrozenEstimator):
@@ -60,9 +60,7 @@ class _Robust(MetaEstimatorMixin, BaseEstimator):
         train = min(max(1, len(X) - round(len(X) * self.calibration_size)), len(X) - 1)
         return order[:train], order[train:]
 
-    def _train(
-        self, X: np.ndarray, y: np.ndarray, estimator: Any, random: np.random.RandomState, scale: Any = 1.0
-    ) -> None:
+    def _train(self, X: np.ndarray, y: np.ndarray, estimator: Any, random: Random, scale: Any = 1.0) -> None:
         """Set ``estimator_``: fitted to noisy copies of the rows, or as it is where there are none."""
         self.estimator_: Any = estimator
         if not len(X):
@@ -76,23 +74,17 @@ class _Robust(MetaEstimatorMixin, BaseEstimator):
             estimator.set_params(**{name: int(random.randint(2**31 - 1)) for name in seeds})
         if self.copies and self.sigma:
             repeated = np.repeat(X, self.copies, axis=0)
-            noise = self.sigma * scale * random.standard_normal(repeated.shape)
+            noise = self.sigma * np.asarray(scale) * random.standard_normal(repeated.shape)
             X, y = (repeated + noise).astype(X.dtype), np.repeat(y, self.copies, axis=0)
         estimator.fit(X, y)
 
-    def _calibrate(
-        self, model: Any, X: np.ndarray, truth: Tensor, random: np.random.RandomState, **options: Any
-    ) -> None:
+    def _calibrate(self, model: Any, X: np.ndarray, truth: Tensor, random: Random, **options: Any) -> None:
         """Set ``predictor_`` and ``guarantee_``."""
         asked = {name: getattr(self, name) for name in ("alpha", "epsilon", "draws", "calibration_draws", "method")}
-        self.predictor_ = calibrate(
-            Smoother(model, self.sigma, progress=False),
-            (torch.from_numpy(X), truth),
-            holdout=max(1, min(500, len(X) // 10)) if self.holdout is None else self.holdout,
-            seed=None if self.random_state is None else int(random.randint(2**31)),
-            **asked,
-            **options,
-        )
+        asked["holdout"] = max(1, min(500, len(X) // 10)) if self.holdout is None else self.holdout
+        asked["seed"] = None if self.random_state is None else int(random.randint(2**31))
+        smoother, data = Smoother(model, self.sigma, progress=False), (torch.from_numpy(X), truth)
+        self.predictor_ = calibrate(smoother, data, **asked, **options)
         self.guarantee_ = self.predictor_.guarantee
 
     def _inputs(self, X: Any) -> Any:
@@ -165,9 +157,8 @@ class RobustSetClassifier(ClassifierMixin, _Robust):
         random = check_random_state(self.random_state)
         estimator = LogisticRegression(max_iter=1000) if self.estimator is None else self.estimator
         if not hasattr(estimator, "predict_proba"):
-            raise InputError(
-                f"expected an estimator with predict_proba, got {type(estimator).__name__}; wrap it in CalibratedClassifierCV"
-            )
+            found = f"{type(estimator).__name__}; wrap it in CalibratedClassifierCV"
+            raise InputError(f"expected an estimator with predict_proba, got {found}")
         rows, points = self._split(X, random, estimator)
         if len(rows) and len(np.unique(y[rows])) < 2:
             raise InputError(f"expected at least 2 classes in the training part, it has 1 class: {y[rows][0]!r}")
@@ -240,11 +231,9 @@ class RobustIntervalRegressor(RegressorMixin, _Robust):
         if isinstance(scale, str) and scale == "std" and len(rows) > 1:
             spread = X[rows].std(axis=0, dtype=np.float64)
             scale = np.where(spread > 0, spread, 1.0)
-        known = scale is not None and not isinstance(scale, str)
-        units = np.asarray(scale) if known else 1.0
-        self._train(X[rows], y[rows], estimator, random, units)
+        scale = scale if scale is None or isinstance(scale, str) else np.asarray(scale).tolist()
+        self._train(X[rows], y[rows], estimator, random, scale if isinstance(scale, list) else 1.0)
         truth = torch.from_numpy(np.asarray(y[points], dtype=np.float64))
-        scale = np.asarray(scale).tolist() if known else scale
         options = {"task": "regression", "score": "residual", "input_scale": scale}
         self._calibrate(PointPredictor(self.estimator_), X[points], truth, random, **options)
         return self

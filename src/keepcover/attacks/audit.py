@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from keepcover.attacks.losses import Margin, mean_softmax
-from keepcover.attacks.pgd import NoisyModel, pgd
-from keepcover.engine.inputs import batches, in_order
+from keepcover.attacks.pgd import CustomAttack, Margin, NoisyModel, mean_softmax, pgd
+from keepcover.engine.inputs import batches, extremes, in_order
 from keepcover.engine.progress import Progress
 from keepcover.errors import InputError
 from keepcover.methods import Rule
@@ -23,8 +22,6 @@ from keepcover.tasks import Sets
 
 VIOLATION = 0.001
 ATTACKS = ("softmax", "margin", "random")
-
-CustomAttack = Callable[[Tensor, Tensor, float], Tensor]
 
 
 @dataclass(frozen=True)
@@ -89,12 +86,8 @@ class Audit:
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "rows": [row.__dict__ for row in self.rows],
-            "images": len(self.images),
-            "violated": len(self.broken),
-            "predictors": self.digests,
-        }
+        counts = {"images": len(self.images), "violated": len(self.broken)}
+        return {"rows": [vars(row) for row in self.rows], **counts, "predictors": self.digests}
 
     def __str__(self) -> str:
         lines = [f"{'predictor':<24}{'attack':<12}{'radius':>8}{'coverage':>24}{'size':>8}{'p-value':>10}  verdict"]
@@ -117,8 +110,7 @@ def judge(
     (alpha, epsilon), stated = next(iter(predictor.levels)), predictor.rule
     threat = replace(stated.asked.threat, noise=predictor.noise, epsilon=epsilon)
     rule = replace(stated, asked=replace(stated.asked, alpha=alpha, threat=threat))
-    items: Any = predictor.items
-    items = rule.read(items)
+    items = rule.read(predictor.items)  # type: ignore[arg-type]
     promised = radius == 0 or (rule.method.certified and radius <= rule.asked.threat.epsilon * (1 + 1e-9))
     p_values = []
     for part, hit, threshold in _parts(rule, items, predictor, covered, truth, group):
@@ -139,16 +131,14 @@ def _parts(
     """Calibration items, covered queries and the smallest threshold of every cell that the promise is made to."""
     promise, threshold = rule.asked.promise, predictor.threshold
     if any(clause.importance() is not None for clause in promise.clauses):
-        raise InputError(
-            "the law of a weighted quantile is not known, so label_weights cannot be audited; evaluate measures its coverage"
-        )
+        why = "the law of a weighted quantile is not known"
+        raise InputError(f"{why}, so label_weights cannot be audited; evaluate measures its coverage")
     if promise.partition is None:
         yield items, covered, float(threshold)
         return
     queries = Sample(covered, label=predictor.task.label_of(truth), group=group)
-    mine, theirs = (promise.partition.cells(some) for some in (rule.sample(items), queries))
-    assert mine is not None
-    assert theirs is not None
+    cells: Any = promise.partition.cells
+    mine, theirs = cells(rule.sample(items)), cells(queries)
     place = promise.partition.of_label(predictor.task.candidates or 0)
     for at in range(promise.cells(predictor.task.candidates)):
         own = threshold[at] if place is None else threshold[place == at]
@@ -207,26 +197,28 @@ def audit(
         labels = predictor.task.check_truth(labels, len(images))
     seed = fresh_seed() if seed is None else seed
     stream = Stream(seed, "attack")
-    options: dict[str, Any] = {"steps": steps, "restarts": restarts, "clip": clip, "rows": rows, "progress": progress}
+    options: dict[str, Any] = {"steps": steps, "restarts": restarts, "rows": rows, "progress": progress}
     shared: dict[tuple[Any, ...], Tensor] = {}
     found: list[AuditRow] = []
     attacked: dict[tuple[str, str, float], Tensor] = {}
     sets: dict[tuple[str, str, float], Sets] = {}
 
-    def craft(predictor: Predictor, attack: str, radius: float) -> Tensor:
+    def craft(name: str, predictor: Predictor, attack: str, radius: float) -> Tensor:
         smoother, norm = predictor.running, str(predictor.rule.asked.threat.norm)
         noisy = NoisyModel(smoother.scaled_model, smoother.noise, draws, stream, smoother.autocast)
         # Steps and radius are in the units of the noise.
         inputs, units = smoother.scaled(images), smoother.input_scale
-        how = {**options, "norm": norm, "device": smoother.device, "clip": clip or _range(inputs, norm)}
-        how |= {"loss": mean_softmax if attack == "softmax" else Margin(predictor, stream)}
-        # The first is the same for every predictor on this model and noise.
-        key = (id(smoother.model), smoother.noise, units, norm, radius) if attack == "softmax" else None
-        moved = shared.get(key) if key else None
-        if moved is None:
-            moved = pgd(noisy, inputs, labels, radius, gradients=attack != "random", **how)
-        if key:
-            shared[key] = moved
+        # Where the norm leaves pixels free: the range of the images, far beyond which a query is refused.
+        free = get_norm(norm).replaces and inputs.is_floating_point()
+        bounds = clip or (extremes(inputs) if free else None)
+        how = {**options, "norm": norm, "device": smoother.device, "clip": bounds}
+        loss = mean_softmax if attack == "softmax" else Margin(predictor, stream)
+        # The softmax attack is the same for every predictor on this model and noise.
+        own = None if attack == "softmax" else (name, attack)
+        key = (id(smoother.model), smoother.noise, units, norm, radius, own)
+        if key not in shared:
+            shared[key] = pgd(noisy, inputs, labels, radius, loss=loss, gradients=attack != "random", **how)
+        moved = shared[key]
         if units is None:
             return moved
         # In float64, and what did not move as it was: rounding must not add to the attack.
@@ -252,18 +244,10 @@ def audit(
                 continue
             for attack, function in wanted.items():
                 ours = isinstance(function, str)
-                inputs = craft(predictor, function, radius) if ours else function(images, labels, radius)
+                inputs = craft(name, predictor, function, radius) if ours else function(images, labels, radius)
                 record(name, predictor, attack, radius, _checked(inputs, images, radius, attack, predictor))
     digests = {name: predictor.digest for name, predictor in named.items()}
     return Audit(tuple(found), images, labels, attacked, sets, digests)
-
-
-def _range(images: Tensor, norm: str) -> tuple[float, float] | None:
-    """Where the norm leaves pixels free: the range of the images, far beyond which a query is refused."""
-    if not get_norm(norm).replaces or not images.is_floating_point():
-        return None
-    low, high = images.aminmax()
-    return float(low), float(high)
 
 
 def _checked(attacked: Tensor, images: Tensor, radius: float, name: str, predictor: Predictor) -> Tensor:
@@ -276,7 +260,6 @@ def _checked(attacked: Tensor, images: Tensor, radius: float, name: str, predict
     # Both images are rounded: neighbouring pixels of 8 bits are 1/255 apart but for that.
     slack = 0.0 if norm.replaces else norm.length(torch.finfo(images.dtype).eps / 2 * (clean.abs() + moved.abs()))
     if bool((distance > radius * (1 + 1e-6) + slack).any()):
-        raise InputError(
-            f"attack {name!r} moved an image by {norm.short} {float(distance.max()):.6g}, allowed are {radius:g}"
-        )
+        found = f"{norm.short} {float(distance.max()):.6g}"
+        raise InputError(f"attack {name!r} moved an image by {found}, allowed are {radius:g}")
     return attacked

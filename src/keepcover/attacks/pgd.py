@@ -6,23 +6,25 @@ its own noise once, fixed during the attack and independent of the defender's, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from keepcover.attacks.losses import Loss, mean_softmax
-from keepcover.engine.devices import checked_device
 from keepcover.engine.inputs import check_images
 from keepcover.engine.progress import Bar, Progress
-from keepcover.engine.smoother import Classifier, bound, evaluation_mode
+from keepcover.engine.smoother import Classifier, bound, checked_device, evaluation_mode
 from keepcover.errors import InputError
 from keepcover.noise import Noise, Norm, Stream, fresh_seed, get_noise, get_norm
+from keepcover.prediction.predictor import Predictor
 
+CustomAttack = Callable[[Tensor, Tensor, float], Tensor]  # images, labels and radius -> attacked images
 NO_GRADIENTS = (
     "gradient attacks need a model that PyTorch can differentiate, and this one gives no gradients (an ONNX file, an "
     "estimator, a remote service ...). What remains: a search by queries alone, attacks=['random'] (--attack random); "
@@ -46,8 +48,8 @@ class NoisyModel:
     autocast: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "noise", get_noise(self.noise))
-        object.__setattr__(self, "model", bound(self.model, get_noise(self.noise)))
+        noise = get_noise(self.noise)
+        vars(self).update(noise=noise, model=bound(self.model, noise))
         if self.stream.role != "attack":
             raise InputError(f"the attacker's noise must be its own: expected role 'attack', got {self.stream.role!r}")
         if self.draws < 1:
@@ -70,6 +72,40 @@ class NoisyModel:
         with torch.autocast(images.device.type, self.autocast) if self.autocast else nullcontext():
             out = self.model(noisy.flatten(0, 1))
         return out.float().view(*noisy.shape[:2], *out.shape[1:])
+
+
+# -- losses: the higher, the nearer the truth is to being missed -------------------------------------------------------
+
+# Noisy outputs [b, draws, ...], truth [b, ...] and ids [b] -> what is maximised, one number per input.
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def mean_softmax(logits: Tensor, labels: Tensor, ids: Tensor) -> Tensor:  # noqa: ARG001
+    r"""The paper's SmoothAdv loss: :math:`-\log` of the **mean over draws** of the true label's probability.
+
+    Example:
+        >>> logits = torch.tensor([[[0.0, 0.0], [0.0, 0.0]]])
+        >>> mean_softmax(logits, torch.tensor([1]), torch.tensor([0]))
+        tensor([0.6931])
+    """
+    own = logits.log_softmax(dim=-1).gather(-1, labels[:, None, None].expand(-1, logits.shape[1], 1))[..., 0]
+    return math.log(own.shape[1]) - own.logsumexp(dim=1)
+
+
+@dataclass(frozen=True)
+class Margin:
+    """What the predictor's own rule compares, as :meth:`keepcover.tasks.Task.climb` states it: the attack on what is
+    certified. ``stream`` is the attacker's.
+    """
+
+    predictor: Predictor
+    stream: Stream
+
+    def __call__(self, outputs: Tensor, truth: Tensor, ids: Tensor) -> Tensor:
+        task, threshold = self.predictor.task, self.predictor.threshold
+        while threshold.ndim > 1:  # the smallest of any group
+            threshold = threshold.amin(dim=0)
+        return task.climb(outputs, truth, self.predictor.rule, threshold, task.uniform(self.stream, ids))
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
@@ -227,9 +263,8 @@ def pgd(
 
 def _within(x: Tensor, attacked: Tensor, epsilon: float, norm: Norm) -> Tensor:
     """Shrink until the distance of the **rounded** images, measured in float64, is at most epsilon."""
-    shape = (-1, *[1] * (x.ndim - 1))
+    original, shape = attacked, (-1, *[1] * (x.ndim - 1))
     shrink = torch.ones(len(x), dtype=torch.float64, device=x.device)
-    original = attacked
     for _ in range(20):
         distance = norm.length(attacked.double() - x.double())
         over = distance > epsilon
@@ -292,15 +327,9 @@ def random_search(
     return pgd(noisy, images, labels, epsilon, steps=steps, gradients=False, **options)
 
 
-def transfer(
-    surrogate: Classifier, noise: Noise | float, draws: int = 32, **options: Any
-) -> Callable[[Tensor, Tensor, float], Tensor]:
+def transfer(surrogate: Classifier, noise: Noise | float, draws: int = 32, **options: Any) -> CustomAttack:
     """An attack on a black box through a model with gradients that resembles it: for ``audit(..., attacks={...})``.
 
     Images are crafted by :func:`smooth_adv` against ``surrogate``; ``options`` go to :func:`pgd`.
     """
-
-    def attack(images: Tensor, labels: Tensor, epsilon: float) -> Tensor:
-        return smooth_adv(surrogate, images, labels, epsilon, noise, draws, **options)
-
-    return attack
+    return partial(smooth_adv, surrogate, noise=noise, draws=draws, **options)

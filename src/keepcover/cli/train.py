@@ -13,7 +13,7 @@ import typer
 from keepcover.cli import console as ui
 from keepcover.cli import options as opt
 from keepcover.data import Labelled
-from keepcover.engine.devices import checked_device
+from keepcover.engine.smoother import checked_device
 from keepcover.errors import InputError
 from keepcover.models import find_weights, is_named, load_weights
 from keepcover.models.denoiser import load_denoiser

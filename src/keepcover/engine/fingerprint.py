@@ -49,10 +49,8 @@ def fingerprint(model: Classifier | str | Path) -> str | None:
         return hashlib.sha256(Path(model).read_bytes()).hexdigest()
     model = unwrapped(model)
     own = getattr(model, "fingerprint", None)
-    if isinstance(own, str):
-        return own
-    if not isinstance(model, nn.Module):
-        return None
+    if isinstance(own, str) or not isinstance(model, nn.Module):
+        return own if isinstance(own, str) else None
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         if not isinstance(value, Tensor):
@@ -65,23 +63,18 @@ def fingerprint(model: Classifier | str | Path) -> str | None:
 
 def unwrapped(model: Classifier) -> Classifier:
     """The module inside ``torch.compile`` and data parallelism: they run the same function elsewhere or faster."""
-    while isinstance(model, nn.Module):
-        parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-        inner = model._modules.get("module" if parallel else "_orig_mod")
-        if inner is None:
-            break
-        model = inner
-    return model
+    parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    inner = model._modules.get("module" if parallel else "_orig_mod") if isinstance(model, nn.Module) else None
+    return model if inner is None else unwrapped(inner)
 
 
 def identifier(model: Classifier, given: str | None = None) -> str:
     """The string that stands for the model in a file: the one given, or its own."""
     found = given or fingerprint(model)
     if found is None:
-        raise InputError(
-            f"a saved predictor must know its model again, and a plain {type(model).__name__} has no fingerprint: give "
-            'fingerprint="..." (--fingerprint), a string of yours that changes with the model, the same at calibration and loading'
-        )
+        what = f"a saved predictor must know its model again, and a plain {type(model).__name__} has no fingerprint"
+        yours = "a string of yours that changes with the model, the same at calibration and loading"
+        raise InputError(f'{what}: give fingerprint="..." (--fingerprint), {yours}')
     return found
 
 
@@ -129,10 +122,10 @@ def _plain(value: Any) -> Any:
         return _summary(value)
     if isinstance(value, enum.Enum | torch.dtype):
         return str(value)
-    if isinstance(value, float | complex):
-        return value if isinstance(value, float) and math.isfinite(value) else repr(value)
-    if isinstance(value, bool | int):
+    if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return value
+    if isinstance(value, float | complex):
+        return repr(value)
     if isinstance(value, str):
         return None if _PLACE.fullmatch(value) else value
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
@@ -286,31 +279,27 @@ class Identity:
         most 1.
         """
         begin = "the model differs from the one calibrated: "
-        advice = (
-            "load the model that was calibrated (or give the fingerprint= string of calibration), or calibrate again"
-        )
+        advice = "load the model that was calibrated (or give its fingerprint= string), or calibrate again"
         found = identifier(smoother.model, given)
-        if self.structure is not None and not given:
-            difference = _difference(self.structure, structure(smoother.model))
-            if difference:
-                raise InputError(f"{begin}{difference}; {advice}")
+        known = None if given else self.structure
+        if known is not None and (difference := _difference(known, structure(smoother.model))):
+            raise InputError(f"{begin}{difference}; {advice}")
         if found != self.fingerprint:
             raise InputError(f"{begin}fingerprint {found[:12]}, expected {str(self.fingerprint)[:12]}; {advice}")
         if self.outputs is None or self.inputs is None:
             return
         logits = probe_logits(smoother, self.inputs)
         if logits is None or logits.shape != self.outputs.shape:
-            shape = None if logits is None else list(logits.shape)
-            raise InputError(
-                f"{begin}on {len(self.outputs)} fixed inputs {list(self.inputs.shape[1:])} it gives "
-                f"{'no finite logits' if shape is None else f'logits {shape}'}, expected {list(self.outputs.shape)}; {advice}"
-            )
+            gives = "no finite logits" if logits is None else f"logits {list(logits.shape)}"
+            where = f"{len(self.outputs)} fixed inputs {list(self.inputs.shape[1:])}"
+            raise InputError(f"{begin}on {where} it gives {gives}, expected {list(self.outputs.shape)}; {advice}")
         spread = min(1.0, float(self.outputs.max() - self.outputs.min()))
         allowed = tolerance(smoother) * (spread + self.outputs.amax(dim=1, keepdim=True) - self.outputs)
         excess = (logits - self.outputs).abs() - allowed
         if float(excess.max()) > 0:
             row, label = divmod(int(excess.argmax()), logits.shape[1])
-            raise InputError(
-                f"{begin}its logit of class {label} on fixed input {row} is {float(logits[row, label]):.4g}, expected "
-                f"{float(self.outputs[row, label]):.4g} within {float(allowed[row, label]):.2g}; {advice}"
+            now, then, near = (float(values[row, label]) for values in (logits, self.outputs, allowed))
+            what = (
+                f"its logit of class {label} on fixed input {row} is {now:.4g}, expected {then:.4g} within {near:.2g}"
             )
+            raise InputError(f"{begin}{what}; {advice}")

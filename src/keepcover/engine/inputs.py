@@ -44,7 +44,7 @@ def extremes(values: Tensor) -> tuple[float, float]:
         >>> extremes(torch.tensor([3.0, 1.0, 2.0])), extremes(torch.tensor([3.0, torch.nan]))
         ((1.0, 3.0), (nan, nan))
     """
-    low, high = torch.stack(values.aminmax()).tolist()
+    low, high = torch.stack(values.aminmax()).double().tolist()
     return low, high
 
 
@@ -69,8 +69,7 @@ class InputRange:
 
     @classmethod
     def of(cls, images: Tensor) -> InputRange:
-        low, high = extremes(images)
-        return cls(tuple(images.shape[1:]), float(low), float(high), not images.is_floating_point())
+        return cls(tuple(images.shape[1:]), *extremes(images), not images.is_floating_point())
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> InputRange:
@@ -100,10 +99,9 @@ class InputRange:
         low, high = extremes(images)
         reach = 2 * max(1.0, self.high - self.low) + epsilon
         if low < self.low - reach or high > self.high + reach:
-            raise InputError(
-                f"the predictor was calibrated on values in [{self.low:.3g}, {self.high:.3g}], got values in [{low:.3g}, "
-                f"{high:.3g}]; bring the images to the same units"
-            )
+            known, found = f"[{self.low:.3g}, {self.high:.3g}]", f"[{low:.3g}, {high:.3g}]"
+            said = f"the predictor was calibrated on values in {known}, got values in {found}"
+            raise InputError(f"{said}; bring the images to the same units")
 
 
 def check_shape(expected: tuple[int, ...], images: Any) -> None:
@@ -111,7 +109,7 @@ def check_shape(expected: tuple[int, ...], images: Any) -> None:
     found = tuple(torch.as_tensor(images).shape)
     if found[1:] != expected:
         known = ", ".join(map(str, expected))
-        raise InputError(f"the predictor was calibrated on inputs [n, {known}], got [{', '.join(map(str, found))}]")
+        raise InputError(f"the predictor was calibrated on inputs [n, {known}], got {list(found)}")
 
 
 class _Watched:
@@ -162,10 +160,8 @@ def in_order(data: Any) -> int | None:
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
         by = data.batch_sampler
         if not isinstance(data.sampler if by is None else getattr(by, "sampler", None), SequentialSampler):
-            raise InputError(
-                "groups belong to points by their places, and this loader reads points in an order of its own: give its dataset, or "
-                "a loader that does not shuffle"
-            )
+            what = "groups belong to points by their places, and this loader reads points in an order of its own"
+            raise InputError(f"{what}: give its dataset, or a loader that does not shuffle")
     return length(data)
 
 
@@ -238,10 +234,9 @@ def take(data: Any, rows: Sequence[int] | Tensor) -> Any:
         return data.subset(index)
     if isinstance(data, Dataset) and isinstance(data, Sized):
         return Subset(data, index.tolist())
-    raise InputError(
-        f"expected data that can be read in any order, (images, labels) or a dataset with a length, got "
-        f"{type(data).__name__}; a loader gives each example once, in its own order: pass its dataset"
-    )
+    wanted = "data that can be read in any order, (images, labels) or a dataset with a length"
+    advice = "a loader gives each example once, in its own order: pass its dataset"
+    raise InputError(f"expected {wanted}, got {type(data).__name__}; {advice}")
 
 
 def batches(data: Any, ids: Any = None, size: int | None = None, labelled: bool = False) -> Iterator[Batch]:
@@ -299,23 +294,19 @@ def check_images(images: Any, first: bool = True) -> Tensor:
     if images.ndim == 2 and not images.is_floating_point() and images.dtype != torch.bool:
         return images.long()
     if not images.is_floating_point():
-        raise InputError(
-            f"expected float images in [0, 1], got {images.dtype}; convert with images.float() / 255 (epsilon and sigma "
-            "are in those units)"
-        )
+        convert = "convert with images.float() / 255 (epsilon and sigma are in those units)"
+        raise InputError(f"expected float images in [0, 1], got {images.dtype}; {convert}")
     low, high = extremes(images) if images.numel() else (0.0, 0.0)
     if not (math.isfinite(low) and math.isfinite(high)):
         bad = int((~images.isfinite()).flatten(1).any(dim=1).nonzero()[0, 0])
         raise InputError(f"images contain NaN or infinity, first in image {bad} of the batch; clean the data first")
     if first and images.ndim > 2 and high > 8:
-        warn(
-            f"pixels reach {high:g}: images seem to be in 0-255, so epsilon and sigma would be 255 times too small; divide by 255"
-        )
+        so = "images seem to be in 0-255, so epsilon and sigma would be 255 times too small; divide by 255"
+        warn(f"pixels reach {high:g}: {so}")
     elif first and images.ndim > 2 and (low < -0.75 or high > 1.75):  # beyond what a reasonable attack does to [0, 1]
-        warn(
-            f"pixels range over [{low:.2f}, {high:.2f}]: images seem to be normalised already, so epsilon is no longer in pixel "
-            "units; put the normalisation inside the model and pass images in [0, 1]"
-        )
+        so = "images seem to be normalised already, so epsilon is no longer in pixel units"
+        advice = "put the normalisation inside the model and pass images in [0, 1]"
+        warn(f"pixels range over [{low:.2f}, {high:.2f}]: {so}; {advice}")
     return widened(images)
 
 
@@ -329,10 +320,9 @@ def warn_of_units(inputs: Tensor) -> None:
     spread = inputs.double().std(dim=0)
     spread = spread[spread > 0]
     if len(spread) and spread.max() > 10 * spread.min():
-        warn(
-            f"standard deviations of features reach from {float(spread.min()):.3g} to {float(spread.max()):.3g}, and epsilon and sigma are "
-            'one length over all of them: give input_scale="std", or one unit per feature'
-        )
+        what = f"standard deviations of features reach from {float(spread.min()):.3g} to {float(spread.max()):.3g}"
+        advice = 'give input_scale="std", or one unit per feature'
+        warn(f"{what}, and epsilon and sigma are one length over all of them: {advice}")
 
 
 def check_table(values: Any, what: str) -> Tensor:
@@ -342,9 +332,8 @@ def check_table(values: Any, what: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError):
         raise InputError(f"expected {what} as a tensor or array, got {type(values).__name__}") from None
     if table.ndim != 2 or not table.is_floating_point() or len(table) == 0 or table.shape[1] < 2:
-        raise InputError(
-            f"expected {what} [n, classes], at least 1 point and at least 2 classes, got {tuple(table.shape)} of {table.dtype}"
-        )
+        found = f"{tuple(table.shape)} of {table.dtype}"
+        raise InputError(f"expected {what} [n, classes], at least 1 point and at least 2 classes, got {found}")
     return table
 
 
@@ -361,10 +350,8 @@ def check_probabilities(values: Any, what: str) -> Tensor:
     (low, high), (least, most) = extremes(table), extremes(table.sum(dim=1))
     # NaN fails every comparison, so it is refused here as well. Half precision sums to 1 within a hundredth.
     if not (low >= -1e-6 and least > 0.99 and most < 1.01):
-        raise InputError(
-            f"expected {what}, rows that sum to 1, got values in [{low:.3g}, {high:.3g}] with sums in [{least:.3g}, "
-            f"{most:.3g}]; are they logits?"
-        )
+        found = f"values in [{low:.3g}, {high:.3g}] with sums in [{least:.3g}, {most:.3g}]; are they logits?"
+        raise InputError(f"expected {what}, rows that sum to 1, got {found}")
     return table
 
 
@@ -391,9 +378,8 @@ def _raw_batches(data: Any, size: int | None = None) -> Iterator[Any]:
     elif isinstance(data, Iterable) and not isinstance(data, str | bytes | dict):
         yield from data
     else:
-        raise InputError(
-            f"expected images as a tensor or array, (images, labels), a dataset or a loader, got {type(data).__name__}"
-        )
+        wanted = "images as a tensor or array, (images, labels), a dataset or a loader"
+        raise InputError(f"expected {wanted}, got {type(data).__name__}")
 
 
 def _pair(raw: Any) -> tuple[Any, Any]:
@@ -401,6 +387,5 @@ def _pair(raw: Any) -> tuple[Any, Any]:
         return raw, None
     if isinstance(raw, tuple | list) and len(raw) == 2:
         return raw[0], raw[1]
-    raise InputError(
-        f"expected batches of images or of (images, labels), got {type(raw).__name__}; data in memory go in a tuple"
-    )
+    found = f"{type(raw).__name__}; data in memory go in a tuple"
+    raise InputError(f"expected batches of images or of (images, labels), got {found}")

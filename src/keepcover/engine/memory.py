@@ -53,7 +53,7 @@ class RememberingSmoother(Smoother):
         super().__init__(model, noise, **options)
         self.lock, self.memory, self.look = lock or nullcontext(), memory, look
         self._seen: OrderedDict[tuple[str, Stream], Tensor] = OrderedDict()
-        self._bytes, self._books = 0, threading.Lock()
+        self._books = threading.Lock()
 
     def images_per_chunk(self, images: Tensor, draws: int, share: float = 1.0) -> int:  # noqa: ARG002
         return CHUNK
@@ -66,11 +66,10 @@ class RememberingSmoother(Smoother):
             if known is not None:
                 self._seen.move_to_end(key)
         done = 0 if known is None else known.shape[1]
-        if done < span.stop:
+        if known is None or done < span.stop:
             more = super()._chunk(images, ids, range(done, span.stop), stream, share).cpu()
             known = more if known is None else torch.cat([known, more], dim=1)
             self._keep(key, known)
-        assert known is not None
         return known[:, span.start : span.stop].to(self.device)
 
     def _run(self, inputs: Tensor) -> Tensor:
@@ -82,9 +81,7 @@ class RememberingSmoother(Smoother):
 
     def _keep(self, key: tuple[str, Stream], outputs: Tensor) -> None:
         with self._books:
-            old = self._seen.pop(key, None)
-            self._bytes += outputs.nbytes - (0 if old is None else old.nbytes)
             self._seen[key] = outputs
-            while self.memory is not None and self._bytes > self.memory:
-                _, dropped = self._seen.popitem(last=False)
-                self._bytes -= dropped.nbytes
+            self._seen.move_to_end(key)
+            while self.memory is not None and sum(kept.nbytes for kept in self._seen.values()) > self.memory:
+                self._seen.popitem(last=False)

@@ -6,6 +6,7 @@ import importlib
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 Progress = bool | Callable[[int, int], None]  # show a bar, or a function called with (done, total)
@@ -14,11 +15,10 @@ WAIT, EVERY = 2.0, 10.0  # seconds before anything is shown, and between two lin
 
 
 def _notebook() -> bool:
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return hasattr(shell, "kernel")
+    return hasattr(getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)(), "kernel")
 
 
-class Bar:
+class Bar(AbstractContextManager["Bar"]):
     """Counts steps and redraws one line on a terminal: ``smoothing  ━━━━━━────  60 %  12 s left``.
 
     In a notebook the same is a bar of the page. Anywhere else work that will take longer than ten seconds writes a line with
@@ -72,13 +72,9 @@ class Bar:
         else:
             self.page.update(shown, raw=True)
 
-    def close(self) -> None:
+    def close(self, *_: object) -> None:
         if self.drawn:
             sys.stderr.write("\r" + " " * self.width + "\r")
             sys.stderr.flush()
 
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    __exit__ = close

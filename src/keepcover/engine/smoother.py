@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -15,25 +16,63 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from keepcover.engine.arrivals import IN_FLIGHT, Gathered, to_host
-from keepcover.engine.devices import checked_device
 from keepcover.engine.inputs import Batch, batches, length
-from keepcover.engine.pace import Pace
 from keepcover.engine.progress import Bar, Progress
-from keepcover.errors import InputError, reason, warn
+from keepcover.errors import InputError, reason, refusing, warn
 from keepcover.noise import Noise, Stream, get_noise
 from keepcover.noise.stream import widened
 
 Classifier = nn.Module | Callable[[Tensor], Tensor]
+Device = torch.device | str | None
+Draws = int | range  # the first so many, or which
+Asked = tuple[Batch, range, Stream]  # images, their draws and their noise
+Reduction = Callable[[Batch, Tensor], Tensor]  # of a batch and its noisy outputs
 AUTOCAST = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _held: Counter[int] = Counter()  # by id of a module left in train mode: how many run it in eval mode now
 _holding = threading.RLock()  # reentrant: a generator that is collected may leave evaluation_mode inside of it
 
-_MODE_DEPENDENT = (
-    nn.modules.dropout._DropoutNd,
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
-)
+_MODE_DEPENDENT = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
+
+# Passes at the usual size first: short work is not worth a trial, and the first pass is slow for other reasons.
+WARM = 8
+TRIED = (0.25, 0.5, 2.0, 4.0)  # of the usual size
+EACH = 2  # passes per size; the faster counts, since other work on the machine only slows
+
+
+class Pace:
+    """The share of the usual number of rows that passes have: 1, then each of four others, then the fastest per row.
+
+    A batch too large makes the system map and zero fresh memory for every layer, one too small leaves the processor idle;
+    where the best lies depends on network and machine.
+
+    Example:
+        >>> pace = Pace()
+        >>> while not pace.settled:
+        ...     pace.passed(rows=int(100 * pace.share), full=100 * pace.share, seconds=pace.share**2)
+        >>> pace.share
+        0.25
+    """
+
+    def __init__(self, measured: bool = True) -> None:
+        self.share, self.settled, self.passes = 1.0, not measured, 0
+        self.fastest = {1.0: math.inf}
+
+    def passed(self, rows: int, full: float, seconds: float) -> None:
+        """Take note of a pass; one that was less than half full tells nothing about its size."""
+        if self.settled or rows <= full / 2:
+            return
+        self.passes += 1
+        if self.passes > 1:  # the first pass ever pays for other things
+            self.fastest[self.share] = min(seconds / rows, self.fastest.get(self.share, math.inf))
+        turn = (self.passes - WARM) // EACH if self.passes >= WARM else -1
+        self.settled = turn >= len(TRIED)
+        if self.settled:
+            best = min(self.fastest, key=lambda share: self.fastest[share])
+            # A gain below 5 % is within what timing can tell.
+            self.share = best if self.fastest[best] < 0.95 * self.fastest[1.0] else 1.0
+        elif turn >= 0:
+            self.share = TRIED[turn]
 
 
 @contextlib.contextmanager
@@ -47,10 +86,8 @@ def evaluation_mode(model: Classifier) -> Iterator[None]:
         yield
         return
     if any(isinstance(module, _MODE_DEPENDENT) and module.training for module in model.modules()):
-        warn(
-            "the model was left in train mode; dropout and batch norm would change the certified function from call to "
-            "call, so it is run in eval mode here. Call model.eval() first"
-        )
+        why = "dropout and batch norm would change the certified function from call to call"
+        warn(f"the model was left in train mode; {why}, so it is run in eval mode here. Call model.eval() first")
     with _holding:
         own = [module for module in model.modules() if module.training or id(module) in _held]
         _held.update(map(id, own))
@@ -73,7 +110,22 @@ def bound(model: Classifier, noise: Noise) -> Classifier:
     return model if bind is None else bind(noise)
 
 
-def as_range(draws: int | range) -> range:
+def checked_device(device: torch.device | str) -> torch.device:
+    """A device that is there, or an error that says what to write instead.
+
+    Example:
+        >>> checked_device("cpu")
+        device(type='cpu')
+        >>> checked_device("gpu")
+        Traceback (most recent call last):
+        ...
+        keepcover.errors.InputError: no device 'gpu' here (Expected one of cpu, cuda, ...); use cpu, or cuda where there is a GPU
+    """
+    with refusing(f"no device {str(device)!r} here", advice="use cpu, or cuda where there is a GPU"):
+        return torch.empty(0, device=device).device
+
+
+def as_range(draws: Draws) -> range:
     """``draws`` as the range it stands for: 16 means the first sixteen.
 
     Example:
@@ -125,7 +177,7 @@ class Smoother:
         noise: Noise | str | float,
         *,
         batch_size: int | None = None,
-        device: torch.device | str | None = None,
+        device: Device = None,
         autocast: torch.dtype | None = None,
         channels_last: bool = False,
         compile: bool = False,
@@ -167,7 +219,7 @@ class Smoother:
         return Smoother(self.model if model is None else model, noise, **how)
 
     def logits(
-        self, images: Shaped[Tensor, "n ..."], draws: int | range, stream: Stream, ids: Int[Tensor, " n"] | None = None
+        self, images: Shaped[Tensor, "n ..."], draws: Draws, stream: Stream, ids: Int[Tensor, " n"] | None = None
     ) -> Float[Tensor, "n draws ..."]:
         """Noisy logits of a few images, all kept."""
         ids = torch.arange(len(images)) if ids is None else ids
@@ -185,42 +237,32 @@ class Smoother:
             return self._run(images.float() if images.is_floating_point() else images)
 
     def stream(
-        self,
-        data: Any,
-        draws: int | range,
-        stream: Stream,
-        ids: Any = None,
-        labelled: bool = False,
-        progress: Progress | None = None,
-        steady: bool = False,
+        self, data: Any, draws: Draws, stream: Stream, ids: Any = None, labelled: bool = False
     ) -> Iterator[tuple[Batch, Float[Tensor, "b draws ..."]]]:
         """Noisy logits of any data, chunk by chunk: memory does not grow with the number of images.
 
         On a GPU the host runs ahead: the next images are on their way while the network works, and a chunk's outputs are
         looked at for NaN two chunks later. The stream ends only when all of them are known to be finite. Images and ids
-        of a batch are on the device; labels stay on the CPU. ``progress`` is the smoother's own unless given; ``steady``
-        passes have the size that follows from the image alone, so that a machine computes the same bits again.
+        of a batch are on the device; labels stay on the CPU.
         """
         span = as_range(draws)
         size = max(256, self.most_rows // len(span))
         asked = ((batch, span, stream) for batch in batches(data, ids, size=size, labelled=labelled))
-        for batch, _, outputs in self.streams(asked, length(data), progress, steady):
+        for batch, _, outputs in self.streams(asked, length(data)):
             yield batch, outputs
 
     def streams(
-        self,
-        asked: Iterable[tuple[Batch, range, Stream]],
-        total: int | None = None,
-        progress: Progress | None = None,
-        steady: bool = False,
+        self, asked: Iterable[Asked], total: int | None = None, progress: Progress | None = None, steady: bool = False
     ) -> Iterator[tuple[Batch, Stream, Tensor]]:
-        """Noisy outputs of batches that each name their draws and their noise, in chunks of one forward pass each."""
+        """Noisy outputs of batches that each name their draws and their noise, in chunks of one forward pass each.
+
+        ``progress`` is the smoother's own unless given; ``steady`` passes have the size that follows from the image alone, so
+        that a machine computes the same bits again.
+        """
         late: deque[Callable[[], Tensor]] = deque()
         pace = Pace(self.measures and self.batch_size is None and self.device.type == "cpu" and not steady)
-        with (
-            evaluation_mode(self.model),
-            Bar("smoothing", total, self.progress if progress is None else progress) as bar,
-        ):
+        shown = self.progress if progress is None else progress
+        with evaluation_mode(self.model), Bar("smoothing", total, shown) as bar:
             for part, span, stream in self._ahead(self._cut(asked, pace)):
                 with torch.inference_mode():
                     began, full = time.perf_counter(), pace.share * self._rows(part.images)
@@ -234,7 +276,7 @@ class Smoother:
             for finite in late:
                 _expect_finite(finite())
 
-    def _cut(self, asked: Iterable[tuple[Batch, range, Stream]], pace: Pace) -> Iterator[tuple[Batch, range, Stream]]:
+    def _cut(self, asked: Iterable[Asked], pace: Pace) -> Iterator[Asked]:
         """Batches small enough for one forward pass."""
         for batch, span, stream in asked:
             at = 0
@@ -243,7 +285,7 @@ class Smoother:
                 at += len(part)
                 yield part, span, stream
 
-    def _ahead(self, parts: Iterable[tuple[Batch, range, Stream]]) -> Iterator[tuple[Batch, range, Stream]]:
+    def _ahead(self, parts: Iterable[Asked]) -> Iterator[Asked]:
         """Each part on the device: copied from pinned memory, beside the network's work on the one before."""
         if self.device.type != "cuda":
             yield from parts
@@ -251,7 +293,7 @@ class Smoother:
         aside, here = _copying(self.device), torch.cuda.current_stream(self.device)
         waiting: deque[tuple[Batch, range, Stream, Any]] = deque()  # with the event of the copy
 
-        def arrived() -> tuple[Batch, range, Stream]:
+        def arrived() -> Asked:
             part, span, stream, copied = waiting.popleft()
             here.wait_event(copied)
             for tensor in (part.images, part.ids):
@@ -270,14 +312,7 @@ class Smoother:
         while waiting:
             yield arrived()
 
-    def reduce(
-        self,
-        data: Any,
-        draws: int | range,
-        stream: Stream,
-        reduction: Callable[[Batch, Tensor], Tensor],
-        ids: Any = None,
-    ) -> Tensor:
+    def reduce(self, data: Any, draws: Draws, stream: Stream, reduction: Reduction, ids: Any = None) -> Tensor:
         """Stream ``data`` and keep only ``reduction(batch, noisy logits)`` of every chunk, on the CPU.
 
         Example:
@@ -328,8 +363,7 @@ class Smoother:
         self, images: Tensor, ids: Tensor, span: range, stream: Stream, per_step: int, draws_per_step: int
     ) -> Tensor:
         steps = []
-        for at in range(0, len(images), per_step):
-            some, their = images[at : at + per_step], ids[at : at + per_step]
+        for some, their in zip(images.split(per_step), ids.split(per_step)):
             parts = []
             for begin in range(0, len(span), draws_per_step):
                 draws = span[begin : begin + draws_per_step]
@@ -356,10 +390,8 @@ class Smoother:
             raise InputError(f"the model fails on inputs {list(inputs.shape)}: {reason(error)}") from error
         if not isinstance(out, Tensor) or out.ndim < 1 or len(out) != len(inputs):
             found = f"{tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-            raise InputError(
-                f"expected the model to return outputs [{len(inputs)}, ...], one per input, got {found}; "
-                "return the logits alone"
-            )
+            wanted = f"expected the model to return outputs [{len(inputs)}, ...], one per input"
+            raise InputError(f"{wanted}, got {found}; return the logits alone")
         return out[:asked].float()
 
 
@@ -394,9 +426,7 @@ class _Rescaled(nn.Module):
 
 def _units(scale: tuple[float, ...], inputs: Tensor) -> Tensor:
     if inputs.ndim != 2 or inputs.shape[1] != len(scale):
-        raise InputError(
-            f"input_scale has {len(scale)} units, one per feature of inputs [n, {len(scale)}], got {list(inputs.shape)}"
-        )
+        raise InputError(f"input_scale is for inputs [n, {len(scale)}], one unit per feature, got {list(inputs.shape)}")
     return torch.tensor(scale, dtype=torch.float64, device=inputs.device)
 
 
@@ -432,9 +462,8 @@ def numeric_options(numerics: dict[str, Any]) -> dict[str, Any]:
     flags = [type(numerics.get(name)) is bool for name in ("channels_last", "compile")]
     known = 3 + ("input_scale" in numerics)
     if not all(flags) or len(numerics) != known or numerics.get("autocast", "") not in AUTOCAST:
-        raise InputError(
-            f"expected autocast (bfloat16, float16 or none), channels_last and compile (true or false), got {numerics}"
-        )
+        wanted = "autocast (bfloat16, float16 or none), channels_last and compile (true or false)"
+        raise InputError(f"expected {wanted}, got {numerics}")
     return {**numerics, "autocast": AUTOCAST[numerics["autocast"]]}
 
 

@@ -6,14 +6,11 @@ from dataclasses import fields
 from typing import Any
 
 from keepcover.errors import InputError
-from keepcover.noise.ablation import Ablation
-from keepcover.noise.bands import Bands, RandomBands
+from keepcover.noise.additive import Gaussian, Laplace, Uniform
 from keepcover.noise.base import Noise, Threat
-from keepcover.noise.gaussian import Gaussian
-from keepcover.noise.laplace import Laplace
+from keepcover.noise.hiding import Ablation, Bands, RandomBands
 from keepcover.noise.norms import NORMS, Norm, get_norm
 from keepcover.noise.stream import Stream, fresh_seed
-from keepcover.noise.uniform import Uniform
 
 NOISES: dict[str, type[Noise]] = {
     noise.name: noise for noise in (Gaussian, Laplace, Uniform, Ablation, Bands, RandomBands)
@@ -32,12 +29,11 @@ def get_noise(noise: Noise | str | float | dict[str, Any]) -> Noise:
     if isinstance(noise, int | float):
         return Gaussian(noise)
     if isinstance(noise, dict):
-        numbers = dict(noise)
-        name, options = numbers.pop("name", None), numbers
+        name, options = noise.get("name"), {key: number for key, number in noise.items() if key != "name"}
     elif isinstance(noise, str):
-        name, _, number = noise.partition(":")
+        name, _, numbers = noise.partition(":")
         try:
-            options = [float(part) for part in number.split(",")]
+            options = [int(x) if x.is_integer() else x for x in map(float, numbers.split(","))]
         except ValueError:
             raise InputError(f"expected noise as name:number, for instance gaussian:0.25, got {noise!r}") from None
     else:
@@ -45,14 +41,8 @@ def get_noise(noise: Noise | str | float | dict[str, Any]) -> Noise:
     if name not in NOISES:
         raise InputError(f"expected a noise among {', '.join(NOISES)}, got {name!r}")
     try:
-        if isinstance(options, dict):
-            return NOISES[name](**options)
-        kinds = [str(f.type) for f in fields(NOISES[name])]  # type: ignore[arg-type]
-        whole = [kind == "int" and number.is_integer() for kind, number in zip(kinds, options, strict=False)]
-        return NOISES[name](*(int(number) if w else number for w, number in zip(whole, options, strict=True)))
-    except InputError:  # a number of the right kind, and impossible
-        raise
-    except (TypeError, ValueError):
+        return NOISES[name](**options) if isinstance(options, dict) else NOISES[name](*options)
+    except TypeError:
         takes = ", ".join(f.name for f in fields(NOISES[name]))  # type: ignore[arg-type]
         raise InputError(f"{name} noise takes {takes}, got {options}") from None
 
@@ -65,10 +55,8 @@ def get_threat(config: dict[str, Any]) -> Threat:
         >>> get_threat(threat.config()) == threat
         True
     """
-    shape = config["shape"]
-    return Threat(
-        get_noise(config["noise"]), config["epsilon"], config["norm"], None if shape is None else tuple(shape)
-    )
+    shape = config["shape"] and tuple(config["shape"])
+    return Threat(get_noise(config["noise"]), config["epsilon"], config["norm"], shape)
 
 
 __all__ = [

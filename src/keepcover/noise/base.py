@@ -29,6 +29,8 @@ FRESH = Assumption(
     "experiments, breaks it: give none in production.",
 )
 
+PHILOX = "Pseudo-random numbers of a secret seed (Philox)"
+
 
 def pseudorandom(text: str) -> Assumption:
     """A sentence on random numbers that are computed."""
@@ -59,10 +61,7 @@ class Noise(ABC):
     each: ClassVar[str] = "draw"
     weaker: ClassVar[str] = "more noise"
     remedy: ClassVar[str] = "train it under this noise (keepcover.training.fit_under_noise), or hide or add less"
-    assumptions: ClassVar[tuple[str, ...]] = (
-        FRESH,
-        pseudorandom("Pseudo-random numbers of a secret seed (Philox) stand in for real noise."),
-    )
+    assumptions: ClassVar[tuple[Assumption, ...]] = (FRESH, pseudorandom(f"{PHILOX} stand in for real noise."))
 
     @abstractmethod
     def noisy(self, images: Tensor, stream: Stream, ids: Tensor, draws: range) -> Tensor:
@@ -125,9 +124,8 @@ class Noise(ABC):
         if shape is None and not self.needs_shape(norm):
             return ()
         if shape is None:
-            raise InputError(
-                f"what an attack in {norm} can do under {self} depends on the inputs: give shape=(3, 32, 32) (--shape 3x32x32)"
-            )
+            give = "give shape=(3, 32, 32) (--shape 3x32x32)"
+            raise InputError(f"what an attack in {norm} can do under {self} depends on the inputs: {give}")
         # An empty one would be an attack on nothing, which changes nothing.
         if min(shape, default=0) < 1:
             raise InputError(f"expected the shape of one input, for instance (3, 32, 32), got {shape!r}")
@@ -138,9 +136,8 @@ class Noise(ABC):
         if norm is None:
             return self.norms[0]
         if norm not in self.norms:
-            raise InputError(
-                f"{self.name} noise certifies attacks in {', '.join(self.norms)}, got {norm!r}; use {get_norm(norm).answer}"
-            )
+            known = f"{self.name} noise certifies attacks in {', '.join(self.norms)}"
+            raise InputError(f"{known}, got {norm!r}; use {get_norm(norm).answer}")
         return norm
 
     def config(self) -> dict[str, Any]:
@@ -175,10 +172,9 @@ class Threat:
 
     def __post_init__(self) -> None:
         norm = self.noise.check_norm(self.norm)
-        object.__setattr__(self, "norm", norm)
-        object.__setattr__(self, "epsilon", get_norm(norm).check(self.epsilon))
         needed = self.noise.needs_shape(norm) and self.shape is not None
-        object.__setattr__(self, "shape", self.noise.check_shape(norm, self.shape) if needed else None)
+        shape = self.noise.check_shape(norm, self.shape) if needed else None
+        vars(self).update(norm=norm, epsilon=get_norm(norm).check(self.epsilon), shape=shape)
 
     def up(self, q: Any) -> Any:
         """The largest attacked probability of a set of clean probability q."""
@@ -208,12 +204,7 @@ class Threat:
 
     def config(self) -> dict[str, Any]:
         """For JSON; :func:`keepcover.noise.get_threat` reads it back."""
-        return {
-            "noise": self.noise.config(),
-            "epsilon": self.epsilon,
-            "norm": self.norm,
-            "shape": None if self.shape is None else list(self.shape),
-        }
+        return {**vars(self), "noise": self.noise.config(), "shape": self.shape and list(self.shape)}
 
     @property
     def reach(self) -> str:

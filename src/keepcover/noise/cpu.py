@@ -18,6 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+Words = tuple[int, int, int, int]  # the key of a stream, and the masks of ids
+_Uint32 = NDArray[np.uint32]
+_Finish = Callable[[_Uint32, _Uint32, NDArray[Any]], None]
+
 # Counters at a time: their words take 3 MiB, within the last cache, and each of torch's parallel regions is long enough
 # that a busy neighbour on one core does not hold up the other every few microseconds.
 _PIECE = 65536
@@ -29,7 +33,7 @@ _FAR = np.uint32(2**32 - 1 - NEAR)
 _MASK, _WORD = np.array(0xFFFFFFFF, dtype=np.uint64), np.array(32, dtype=np.uint64)
 
 
-def philox(scratch: NDArray[np.uint64], key: tuple[int, int]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+def philox(scratch: NDArray[np.uint64], key: tuple[int, int]) -> tuple[_Uint32, _Uint32]:
     """Philox4x32-10: the words (c0, c2) and (c1, c3) of n counters, [2, n] each.
 
     Args:
@@ -55,33 +59,17 @@ def philox(scratch: NDArray[np.uint64], key: tuple[int, int]) -> tuple[NDArray[n
     return even.astype(np.uint32), odd.astype(np.uint32)
 
 
-def gaussian(ids: Tensor, words: tuple[int, int, int, int], draws: range, size: int) -> Tensor:
+def gaussian(ids: Tensor, words: Words, draws: range, size: int) -> Tensor:
     """Standard normal noise [len(ids), len(draws), size] in float32, as :func:`keepcover.noise.stream.plain`."""
-
-    def finish(even: NDArray[np.uint32], odd: NDArray[np.uint32], piece: NDArray[Any]) -> None:
-        _box_muller(even, odd, piece.reshape(-1, 2, 2))
-
-    return _filled(ids, words, draws, size, torch.empty(0, 4, dtype=torch.float32), finish)
+    return _filled(ids, words, draws, size, torch.empty(0, 4, dtype=torch.float32), _box_muller)
 
 
-def unit(ids: Tensor, words: tuple[int, int, int, int], draws: range, size: int) -> Tensor:
+def unit(ids: Tensor, words: Words, draws: range, size: int) -> Tensor:
     """Uniform numbers [len(ids), len(draws), size] in float64, as :func:`keepcover.noise.stream.plain_unit`."""
-
-    def finish(even: NDArray[np.uint32], odd: NDArray[np.uint32], piece: NDArray[Any]) -> None:
-        bits = (even.astype(np.uint64) << np.uint64(20)) | (odd >> np.uint32(12))
-        np.multiply(bits.T.astype(np.float64) + 0.5, 2.0**-52, out=piece)
-
-    return _filled(ids, words, draws, size, torch.empty(0, 2, dtype=torch.float64), finish)
+    return _filled(ids, words, draws, size, torch.empty(0, 2, dtype=torch.float64), _fraction)
 
 
-def _filled(
-    ids: Tensor,
-    words: tuple[int, int, int, int],
-    draws: range,
-    size: int,
-    like: Tensor,
-    finish: Callable[[NDArray[np.uint32], NDArray[np.uint32], NDArray[Any]], None],
-) -> Tensor:
+def _filled(ids: Tensor, words: Words, draws: range, size: int, like: Tensor, finish: _Finish) -> Tensor:
     """[len(ids), len(draws), size]: a counter gives as many numbers as ``like`` has columns, made of its words by ``finish``."""
     k0, k1, low_mask, high_mask = words
     identity, count, per = ids.numpy().astype(np.uint64), len(ids) * len(draws), like.shape[1]
@@ -104,8 +92,14 @@ def _filled(
     return out.flatten(1)[:, :size].reshape(len(ids), len(draws), size)
 
 
-def _box_muller(even: NDArray[np.uint32], odd: NDArray[np.uint32], out: NDArray[np.float32]) -> None:
-    """Words [2, n] -> standard normal numbers in ``out`` [n, 2, 2]. Tensors and arrays of one name share their memory."""
+def _fraction(even: _Uint32, odd: _Uint32, out: NDArray[Any]) -> None:
+    """Words [2, n] -> numbers of 52 bits in ``out`` [n, 2]."""
+    bits = (even.astype(np.uint64) << np.uint64(20)) | (odd >> np.uint32(12))
+    np.multiply(bits.T.astype(np.float64) + 0.5, 2.0**-52, out=out)
+
+
+def _box_muller(even: _Uint32, odd: _Uint32, out: NDArray[Any]) -> None:
+    """Words [2, n] -> standard normal numbers in ``out`` [n, 4]. Tensors and arrays of one name share their memory."""
     fraction = odd.astype(np.uint8).astype(np.float32)  # the last eight bits
     fraction += np.float32(0.5)
     fraction *= np.float32(2.0**-8)
@@ -117,11 +111,11 @@ def _box_muller(even: NDArray[np.uint32], odd: NDArray[np.uint32], out: NDArray[
     t = _unit(~even.ravel()[few], 1 - fraction.ravel()[few])
     radius.ravel()[few] = t * (t * (t * np.float32(2 / 3) + 1) + 2)
     torch.from_numpy(radius).sqrt_()
-    np.multiply(radius, torch.from_numpy(angle).cos().numpy(), out=out[..., 0].T)
-    np.multiply(radius, torch.from_numpy(angle).sin_().numpy(), out=out[..., 1].T)
+    np.multiply(radius, torch.from_numpy(angle).cos().numpy(), out=out[:, 0::2].T)
+    np.multiply(radius, torch.from_numpy(angle).sin_().numpy(), out=out[:, 1::2].T)
 
 
-def _unit(words: NDArray[np.uint32], fraction: NDArray[np.float32] | float = 0.5) -> NDArray[np.float32]:
+def _unit(words: _Uint32, fraction: NDArray[np.float32] | float = 0.5) -> NDArray[np.float32]:
     """32-bit words and what follows their last bit -> float32 in (0, 1]."""
     unit = words.astype(np.float32)
     unit += fraction

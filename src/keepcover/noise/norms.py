@@ -18,6 +18,7 @@ from keepcover.errors import InputError
 
 Shape = tuple[int, ...]
 ALONE, EVERY = "one number alone moves by", "every number moves by"
+Mask = Tensor | None  # 1 or 0 for every number; None for everywhere
 Probe = Callable[[Tensor], Tensor]  # moves [b, ...] -> the loss that they reach, [b]
 
 
@@ -84,9 +85,7 @@ class Norm(ABC):
         """The usual size of one of ``steps`` steps."""
         return 2 * radius / steps
 
-    def free(
-        self, before: Tensor | None, delta: Tensor, gradient: Tensor, radius: float, share: float, probe: Probe
-    ) -> Tensor | None:
+    def free(self, before: Mask, delta: Tensor, gradient: Tensor, radius: float, share: float, probe: Probe) -> Mask:
         """Where a step may act, 1 or 0 for every number; None for everywhere.
 
         Args:
@@ -112,10 +111,7 @@ class L2(Norm):
                 [0.3000, 0.4000]])
     """
 
-    name = "l2"
-    words = "in L2 norm"
-    short = "L2"
-    answer = "Gaussian(sigma)"
+    name, short, words, answer = "l2", "L2", "in L2 norm", "Gaussian(sigma)"
 
     def spent(self, radius: float, shape: Shape) -> dict[str, float]:
         return {ALONE: radius, EVERY: radius / math.sqrt(math.prod(shape))}
@@ -146,10 +142,7 @@ class Linf(Norm):
         ('Linf 1/255', 'Linf 0.004')
     """
 
-    name = "linf"
-    words = "in every number (Linf norm)"
-    short = "Linf"
-    answer = "Gaussian(sigma)"
+    name, short, words, answer = "linf", "Linf", "in every number (Linf norm)", "Gaussian(sigma)"
 
     def spent(self, radius: float, shape: Shape) -> dict[str, float]:
         return {EVERY: radius}
@@ -183,10 +176,7 @@ class L1(Norm):
                 [0.3000, 0.4000, 0.0000]])
     """
 
-    name = "l1"
-    words = "in L1 norm"
-    short = "L1"
-    answer = "Laplace(scale) or Uniform(half_width)"
+    name, short, words, answer = "l1", "L1", "in L1 norm", "Laplace(scale) or Uniform(half_width)"
     sparse = True
 
     def spent(self, radius: float, shape: Shape) -> dict[str, float]:
@@ -217,20 +207,16 @@ class L1(Norm):
 class _Replaced(Norm):
     """Attacks that replace whole positions by anything: how far a number moves does not matter."""
 
-    sparse = True
-    replaces = True
+    sparse = replaces = True
+    axes: int  # along which the radius counts positions
 
     def check(self, radius: float) -> float:
         if super().check(radius) != int(radius):
             raise InputError(f"expected a whole number of {self.short} for epsilon, got {radius}")
         return float(radius)
 
-    @abstractmethod
-    def replaced(self, radius: float) -> float:
-        """How many positions become anything."""
-
     def spent(self, radius: float, shape: Shape) -> dict[str, float]:
-        return {"share of positions that become anything": min(1.0, self.replaced(radius) / positions(shape))}
+        return {"share of positions that become anything": min(1.0, radius**self.axes / positions(shape))}
 
     def direction(self, gradient: Tensor) -> Tensor:
         return gradient.sign()
@@ -255,13 +241,8 @@ class L0(_Replaced):
         tensor([1.])
     """
 
-    name = "l0"
-    words = "in positions"
-    short = "positions"
-    answer = "Ablation(keep)"
-
-    def replaced(self, radius: float) -> float:
-        return radius
+    name, short, words, answer = "l0", "positions", "in positions", "Ablation(keep)"
+    axes = 1
 
     def reach(self, radius: float) -> str:
         return f"{radius:g} changed position{'s' if radius != 1 else ''}"
@@ -271,7 +252,7 @@ class L0(_Replaced):
         return f"has changed up to {radius:g}{what} at will"
 
     def length(self, delta: Tensor) -> Tensor:
-        return (by_position(delta) != 0).sum(dim=1).to(torch.float64 if delta.dtype == torch.float64 else torch.float32)
+        return (by_position(delta) != 0).sum(dim=1).to(torch.promote_types(delta.dtype, torch.float32))
 
     def project(self, delta: Tensor, radius: float) -> Tensor:
         return delta * self._most(by_position(delta), radius, delta).to(delta.dtype)
@@ -283,26 +264,21 @@ class L0(_Replaced):
 
     def propose(self, best: Tensor, like: Tensor, radius: float, generator: torch.Generator) -> Tensor:
         """About half of the positions move elsewhere, or to another value."""
-        other, changed = self.random(like, radius, generator), by_position(best) != 0
-        keys = torch.rand(changed.shape, generator=generator, device=like.device) * (
-            changed | (by_position(other) != 0)
-        )
+        other = self.random(like, radius, generator)
+        changed = (by_position(best) != 0) | (by_position(other) != 0)
+        keys = torch.rand(changed.shape, generator=generator, device=like.device) * changed
         return torch.where(best != 0, best, other) * self._most(keys, radius, like).to(best.dtype)
 
-    def free(
-        self, before: Tensor | None, delta: Tensor, gradient: Tensor, radius: float, share: float, probe: Probe
-    ) -> Tensor:
+    def free(self, before: Mask, delta: Tensor, gradient: Tensor, radius: float, share: float, probe: Probe) -> Mask:
         """Greedy: the positions with the steepest gradients join those that are changed already, all by half of the steps."""
-        steep = by_position(gradient, total=True).nan_to_num()
-        steep = steep.masked_fill(by_position(delta) != 0, torch.inf)
+        steep = by_position(gradient, total=True).nan_to_num().masked_fill(by_position(delta) != 0, torch.inf)
         return self._most(steep, min(radius, math.ceil(2 * radius * share)), delta).to(delta.dtype)
 
     @staticmethod
     def _most(values: Tensor, count: float, like: Tensor) -> Tensor:
         """1 at the ``count`` positions with the largest values, for every number of the inputs."""
         at = values.topk(min(int(count), values.shape[1]), dim=1).indices
-        chosen = torch.zeros_like(values, dtype=torch.bool).scatter(1, at, True)
-        return everywhere(chosen, like)
+        return everywhere(torch.zeros_like(values, dtype=torch.bool).scatter(1, at, True), like)
 
 
 class Patch(_Replaced):
@@ -315,14 +291,9 @@ class Patch(_Replaced):
         tensor([2.])
     """
 
-    name = "patch"
-    words = "as the side of a patch"
-    short = "pixels of a patch's side"
-    answer = "Bands(width)"
+    name, short, words, answer = "patch", "pixels of a patch's side", "as the side of a patch", "Bands(width)"
+    axes = 2
     places = 8  # that are tried
-
-    def replaced(self, radius: float) -> float:
-        return radius**2
 
     def reach(self, radius: float) -> str:
         return f"a patch of {radius:g} x {radius:g}"
@@ -333,12 +304,11 @@ class Patch(_Replaced):
     def length(self, delta: Tensor) -> Tensor:
         changed = (delta != 0).reshape(len(delta), -1, *_plane(delta)).any(dim=1)
         sides = []
-        for axis in (1, 2):
-            line = changed.any(dim=3 - axis)
-            at = torch.arange(line.shape[1], device=delta.device).expand_as(line)
-            first = at.masked_fill(~line, line.shape[1]).amin(dim=1)
-            sides.append(torch.where(line.any(dim=1), at.masked_fill(~line, -1).amax(dim=1) - first + 1, 0))
-        return torch.maximum(*sides).to(torch.float64 if delta.dtype == torch.float64 else torch.float32)
+        for line in (changed.any(dim=2), changed.any(dim=1)):
+            at = torch.arange(1, line.shape[1] + 1, device=delta.device) * line
+            first = at.masked_fill(~line, line.shape[1] + 1).amin(dim=1)
+            sides.append((at.amax(dim=1) - first + 1).clamp_min(0))
+        return torch.maximum(*sides).to(torch.promote_types(delta.dtype, torch.float32))
 
     def project(self, delta: Tensor, radius: float) -> Tensor:
         return delta * self._squares(delta.abs(), radius, 1)[0]
@@ -353,9 +323,7 @@ class Patch(_Replaced):
         stays = _beside(torch.rand(len(best), generator=generator, device=best.device) < 0.5, best) & (best != 0)
         return self.project(torch.where(stays, self.fresh(like, generator), other), radius)
 
-    def free(
-        self, before: Tensor | None, delta: Tensor, gradient: Tensor, radius: float, share: float, probe: Probe
-    ) -> Tensor:
+    def free(self, before: Mask, delta: Tensor, gradient: Tensor, radius: float, share: float, probe: Probe) -> Mask:
         """The best of the squares with the steepest gradients, by the loss that a first step in them reaches; then the same."""
         if before is not None:
             return before
@@ -376,12 +344,10 @@ class Patch(_Replaced):
         sums = functional.avg_pool2d(total.nan_to_num().float(), (tall, wide), stride=1)
         at = sums.flatten(1).topk(min(count, sums[0].numel()), dim=1).indices.T
         row, column = at // sums.shape[3], at % sums.shape[3]
-        rows, columns = (torch.arange(size, device=values.device) for size in (height, width))
-        inside = ((rows >= row[..., None]) & (rows < row[..., None] + tall))[..., :, None] & (
-            (columns >= column[..., None]) & (columns < column[..., None] + wide)
-        )[..., None, :]
-        flat = inside.flatten(2)
-        return torch.stack([everywhere(one, values) for one in flat]).to(values.dtype)
+        down = torch.arange(height, device=values.device) - row[..., None]
+        right = torch.arange(width, device=values.device) - column[..., None]
+        inside = ((down >= 0) & (down < tall))[..., :, None] & ((right >= 0) & (right < wide))[..., None, :]
+        return torch.stack([everywhere(one, values) for one in inside.flatten(2)]).to(values.dtype)
 
 
 # -- positions ---------------------------------------------------------------------------------------------------------
@@ -405,9 +371,8 @@ def by_position(values: Tensor, total: bool = False) -> Tensor:
 
 def everywhere(mask: Tensor, like: Tensor) -> Tensor:
     """A mask ``[b, positions]`` for every number of inputs ``like``."""
-    shape = tuple(like.shape[1:])
-    kept = shape[-2:] if len(shape) > 2 else shape[-1:]
-    return mask.view(len(mask), *[1] * (len(shape) - len(kept)), *kept).expand(len(mask), *shape)
+    kept = like.shape[-2:] if like.ndim > 3 else like.shape[-1:]
+    return mask.view(len(mask), *[1] * (like.ndim - 1 - len(kept)), *kept).expand(len(mask), *like.shape[1:])
 
 
 def _plane(values: Tensor) -> tuple[int, int]:

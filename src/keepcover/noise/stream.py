@@ -37,6 +37,7 @@ from torch import Tensor
 from keepcover.errors import InputError
 from keepcover.noise import cpu as noise_cpu
 
+Four = tuple[Tensor, Tensor, Tensor, Tensor]  # the words of counters
 ROLES = ("holdout", "calibration", "test", "attack", "train")
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -50,9 +51,7 @@ def fresh_seed() -> int:
     return secrets.randbits(128)
 
 
-def philox(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(counter: Four, key: tuple[int, int]) -> Four:
     """Philox4x32-10 on int64 tensors that hold 32-bit words.
 
     Example:
@@ -86,9 +85,8 @@ def widened(images: Tensor) -> Tensor:
 def summable(images: Tensor) -> Tensor:
     """:func:`widened`, or an error where nothing can be added because the inputs are tokens."""
     if not images.is_floating_point():
-        raise InputError(
-            f"noise that is added needs float inputs, got {images.dtype}; tokens can be hidden: noise=Ablation(keep)"
-        )
+        found = f"{images.dtype}; tokens can be hidden: noise=Ablation(keep)"
+        raise InputError(f"noise that is added needs float inputs, got {found}")
     return widened(images)
 
 
@@ -118,7 +116,7 @@ def added(images: Tensor, noise: Tensor, scale: float) -> Tensor:
     return to_lattice_(noise.add_(summable(images)[:, None].to(torch.float64)), scale).float()
 
 
-def _four(ids: Tensor, words: tuple[int, int, int, int], draws: range, counters: int) -> tuple[Tensor, ...]:
+def _four(ids: Tensor, words: noise_cpu.Words, draws: range, counters: int) -> Four:
     """The four words of every counter, [b, len(draws), counters] each."""
     k0, k1, low_mask, high_mask = words
     position = torch.arange(counters, device=ids.device)
@@ -127,14 +125,14 @@ def _four(ids: Tensor, words: tuple[int, int, int, int], draws: range, counters:
     return philox((position, draw, low, high), (k0, k1))
 
 
-def plain_unit(ids: Tensor, words: tuple[int, int, int, int], draws: range, size: int) -> Tensor:
+def plain_unit(ids: Tensor, words: noise_cpu.Words, draws: range, size: int) -> Tensor:
     """The definition of :meth:`Stream.unit`: two words of a counter give the 52 bits of one number."""
     four = _four(ids, words, draws, math.ceil(size / 2))
     bits = torch.stack([(four[pair] << 20) | (four[pair + 1] >> 12) for pair in (0, 2)], dim=-1)
     return bits.to(torch.float64).add_(0.5).mul_(2.0**-52).flatten(2)[..., :size]
 
 
-def plain(ids: Tensor, words: tuple[int, int, int, int], draws: range, size: int) -> Tensor:
+def plain(ids: Tensor, words: noise_cpu.Words, draws: range, size: int) -> Tensor:
     """The definition of the noise in tensor operations, for devices that have no faster way: [b, len(draws), size]."""
     four = _four(ids, words, draws, math.ceil(size / 4))  # two Box-Muller pairs of each counter
     noise = []
@@ -173,7 +171,7 @@ class Stream:
         if not isinstance(self.seed, int) or self.seed < 0:
             raise InputError(f"expected a seed that is a non-negative integer, got {self.seed!r}")
 
-    def _words(self, purpose: str) -> tuple[int, int, int, int]:
+    def _words(self, purpose: str) -> noise_cpu.Words:
         """128 secret bits: the generator's key, and masks for the two words of the example's id."""
         digest = hashlib.sha256(f"holdfast/{purpose}/{self.role}/{self.seed}".encode()).digest()
         return tuple(int.from_bytes(digest[at : at + 4], "little") for at in (0, 4, 8, 12))  # type: ignore[return-value]
@@ -223,11 +221,7 @@ class Stream:
 
     def uniform(self, ids: Int[Tensor, " b"], purpose: str) -> Float[Tensor, " b"]:
         """One U(0, 1) number per example, independent of its noise and of every other purpose."""
-        ids = ids.long()
-        k0, k1, low_mask, high_mask = self._words(f"uniform/{purpose}")
-        zero = torch.zeros_like(ids)
-        words = philox((zero, zero, (ids & _MASK) ^ low_mask, ((ids >> 32) & _MASK) ^ high_mask), (k0, k1))
-        return _unit(words[0])
+        return _unit(_four(ids.long(), self._words(f"uniform/{purpose}"), range(1), 1)[0]).flatten()
 
 
 @cache

@@ -1,7 +1,6 @@
 """Noisy logits on disk: computed once, resumable, checksummed, extended at will, read in slices."""
 
-from keepcover.store.filling import Filled, size_in_words
-from keepcover.store.folder import LogitStore, read_logits
+from keepcover.store.folder import Filled, LogitStore, read_logits, size_in_words
 from keepcover.store.grid import Chunk
 from keepcover.store.key import StoreKey, data_fingerprint
 

@@ -1,5 +1,10 @@
 """The store itself: a folder of chunk files, each of which says what the store is of.
 
+A chunk has two tensors, ``logits`` [images, draws, classes] in float16 and ``labels`` [images], so it is a logits file like any
+other. Its one metadata entry, ``keepcover``, is a JSON object with the key of its store, its rows and draws, and the SHA-256 of
+the whole file as it was when the 64 digits of the checksum were still zeros. So no byte of it can change unnoticed, and what a
+store is of follows from any of its files.
+
 Writers write chunk files, each under a temporary name that is then renamed; a chunk counts only if its checksum is right.
 There is no lock: several processes or machines may fill one store at once, at worst computing a chunk twice.
 
@@ -10,9 +15,12 @@ rounding": that is a function of the noisy image like any other, so nothing is l
 from __future__ import annotations
 
 import contextlib
+import random
+import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,15 +29,16 @@ from jaxtyping import Float, Int
 from safetensors import safe_open
 from torch import Tensor
 
-from keepcover.engine.progress import Bar
-from keepcover.engine.smoother import Smoother, as_range, evaluation_mode
+from keepcover.engine.arrivals import Gathered
+from keepcover.engine.inputs import Batch, batches, take
+from keepcover.engine.progress import Bar, Progress
+from keepcover.engine.smoother import Draws, Smoother, as_range, evaluation_mode
 from keepcover.errors import InputError, reason, refusing
-from keepcover.files import make_folder, write_atomically
-from keepcover.sealing import DamagedError
-from keepcover.store.filling import Filled, Filling, compute_chunk, read_chunk, remove
+from keepcover.files import check_folder, make_folder, write_atomically
+from keepcover.noise.stream import Stream
+from keepcover.sealing import DamagedError, check_seal, description, pack
 from keepcover.store.grid import Chunk, Grid, cover
 from keepcover.store.key import StoreKey
-from keepcover.store.layout import Facts, chunks_in, encode, find_facts, listing, stated
 from keepcover.store.logits_file import read_arrays
 from keepcover.tasks.metrics import check_labels
 
@@ -38,6 +47,92 @@ Rows = slice | range | Sequence[int] | Tensor | None
 CHUNK_DRAWS = 64
 CHUNK_ROWS = {"cpu": 2048, "cuda": 16384}  # noisy images per chunk unless asked otherwise: a minute, or one pass
 SECONDS_TO_BE_STALE = 86400.0  # a temporary file this old has lost its writer: writing one takes seconds
+FORMAT = 3  # 1: noise that was not rounded to a lattice; 2: a structure without plain attributes
+LARGEST = torch.finfo(torch.float16).max
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What all files of a store agree on."""
+
+    key: StoreKey
+    grid: Grid
+
+    def to_dict(self) -> dict[str, Any]:
+        grid = {"chunk_images": self.grid.chunk_images, "chunk_draws": self.grid.chunk_draws}
+        return {"key": self.key.to_dict(), **grid}
+
+
+def to_half(logits: Tensor, chunk: Chunk) -> Tensor:
+    """Logits rounded to float16; what does not fit is refused, never clamped."""
+    fits = logits.abs() <= LARGEST
+    if not fits.all():
+        row, draw, label = (int(at) for at in (~fits).nonzero()[0])
+        where = f"a logit of image {chunk.rows[row]}, draw {chunk.draws[draw]} is {float(logits[row, draw, label]):g}"
+        advice = "scale the model's logits down (a temperature inside it) before storing them"
+        raise InputError(f"{where}, beyond the {LARGEST:g} that float16 can hold; {advice}")
+    return logits.to(torch.float16)
+
+
+def encode(chunk: Chunk, logits: Tensor, labels: Tensor, facts: Facts) -> bytes:
+    """The bytes of a chunk file."""
+    n, draws = len(chunk.rows), len(chunk.draws)
+    if logits.ndim != 3 or logits.shape[:2] != (n, draws) or labels.shape != (n,):
+        found = f"{tuple(logits.shape)} and {tuple(labels.shape)}"
+        raise InputError(f"expected logits [{n}, {draws}, classes] and {n} labels for {chunk}, got {found}")
+    spans = {name: [span.start, span.stop] for name, span in vars(chunk).items()}
+    about = {**facts.to_dict(), "format": FORMAT, **spans, "classes": logits.shape[2]}
+    return pack({"logits": to_half(logits, chunk), "labels": labels.long()}, about)
+
+
+def stated(path: Path) -> tuple[Facts, Chunk, int]:
+    """What an intact file says of its store, its own place and its classes; :class:`DamagedError` where it is not intact."""
+    content = path.read_bytes()
+    try:
+        check_seal(content)  # from here on everything is as it was written
+        about = description(content)
+        if about["format"] != FORMAT:
+            raise DamagedError(f"it has format {about['format']}, this version reads {FORMAT}")
+        key = StoreKey.from_dict(about["key"])
+        place = Chunk(range(*about["rows"]), range(*about["draws"]))
+        return Facts(key, Grid(key.images, about["chunk_images"], about["chunk_draws"])), place, int(about["classes"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedError(reason(error)) from None
+
+
+def listing(folder: Path) -> list[str]:
+    """Names in a folder, sorted; none where there is no folder, an error where it cannot be read."""
+    with refusing(f"cannot list {folder}", OSError, advice="expected a folder that you may read"):
+        return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def chunks_in(folder: Path) -> list[Chunk]:
+    """The chunks that have a file in a folder, intact or not."""
+    return [chunk for chunk in map(Chunk.of_name, listing(folder)) if chunk is not None]
+
+
+def find_facts(folder: Path) -> Facts | None:
+    """Key and grid of the store in a folder, from a file that belongs there, else from any; None without an intact one."""
+    found = None
+    for chunk in chunks_in(folder):
+        with contextlib.suppress(DamagedError, OSError):
+            facts = stated(folder / chunk.name)[0]
+            if facts.key.folder == folder.name:
+                return facts
+            found = found or facts
+    return found
+
+
+def remove(path: Path) -> None:
+    """Delete a file of a store, or say why not."""
+    with refusing(f"cannot delete {path}", OSError, advice="mend that and run the same again"):
+        path.unlink(missing_ok=True)
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
 
 
 class Entry(NamedTuple):
@@ -137,8 +232,7 @@ class LogitStore:
 
     def refresh(self) -> None:
         """Look at the folder again; files that have not changed since they were checked are not read again."""
-        there = chunks_in(self.folder)
-        self._entries = {chunk: entry for chunk, entry in self._entries.items() if chunk in there}
+        there = dict.fromkeys([*chunks_in(self.folder), *self._entries])
         self.damaged, self._listed = {}, True
         with Bar("checking", len(there), self.progress) as bar:
             for chunk in there:
@@ -185,7 +279,7 @@ class LogitStore:
             raise self._absent(Chunk(range(self.key.images), range(draws, max(before, 1))))
         return draws
 
-    def missing(self, draws: int | range) -> list[Chunk]:
+    def missing(self, draws: Draws) -> list[Chunk]:
         """The chunks still to be computed before every image has these draws, the first draws of all images first."""
         return self.grid.missing(self.entries, as_range(draws))
 
@@ -197,20 +291,14 @@ class LogitStore:
 
     def summary(self) -> dict[str, Any]:
         """Where the store is, what it holds and what it is for, as plain values."""
-        return {
-            "store": str(self.folder),
-            "images": self.key.images,
-            "draws": self.draws,
-            "classes": self.classes,
-            "chunks": len(self.entries),
-            "bytes": sum(entry.bytes for entry in self.entries.values()),
-            **self.facts.to_dict(),
-        }
+        where = {"store": str(self.folder), "images": self.key.images, "draws": self.draws, "classes": self.classes}
+        size = {"chunks": len(self.entries), "bytes": sum(entry.bytes for entry in self.entries.values())}
+        return {**where, **size, **self.facts.to_dict()}
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read(
-        self, rows: Rows = None, draws: int | range | None = None, dtype: torch.dtype = torch.float16
+        self, rows: Rows = None, draws: Draws | None = None, dtype: torch.dtype = torch.float16
     ) -> Float[Tensor, "n draws k"]:
         """Noisy logits of some images and draws, compared with their checksums.
 
@@ -270,14 +358,12 @@ class LogitStore:
             if chunk.overlaps(wanted):
                 again = "run the same `keepcover smooth` again, it computes that chunk anew"
                 return InputError(f"{self.folder / chunk.name} is damaged: {why}; {again}")
-        return InputError(
-            f"{self.folder} has no {wanted}; every image has {self.draws} draws: ask for those, or fill the store further with "
-            "`keepcover smooth`"
-        )
+        advice = "ask for those, or fill the store further with `keepcover smooth`"
+        return InputError(f"{self.folder} has no {wanted}; every image has {self.draws} draws: {advice}")
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def fill(self, smoother: Smoother, data: Any, draws: int | range) -> Filled:
+    def fill(self, smoother: Smoother, data: Any, draws: Draws) -> Filled:
         """Compute what is missing or damaged, chunk by chunk; stop at any moment and call again to go on.
 
         A chunk is written while the next is computed.
@@ -288,11 +374,8 @@ class LogitStore:
             draws: how many draws every image shall have, or which.
         """
         self.key.refuse_other(smoother, data)
-        with (
-            Filling(self, draws, smoother.progress) as work,
-            evaluation_mode(smoother.model),
-            ThreadPoolExecutor(1) as writer,
-        ):
+        filling, running = Filling(self, draws, smoother.progress), evaluation_mode(smoother.model)
+        with filling as work, running, ThreadPoolExecutor(1) as writer:
             writing, chunk = writer.submit(int), work.next()
             while chunk is not None:
                 batch = read_chunk(data, chunk.rows)
@@ -322,10 +405,9 @@ class LogitStore:
     def sweep(self) -> None:
         """Delete the leftovers of writers that were killed; younger temporary files may have a writer, so they stay."""
         for path in self.folder.glob(".*.tmp"):
+            ours = Chunk.of_name(path.name[1:].rsplit(".", 2)[0])
             with contextlib.suppress(OSError):  # a disk that is read-only is no reason to fail
-                if time.time() - path.stat().st_mtime > SECONDS_TO_BE_STALE and Chunk.of_name(
-                    path.name[1:].rsplit(".", 2)[0]
-                ):
+                if ours and time.time() - path.stat().st_mtime > SECONDS_TO_BE_STALE:
                     path.unlink()
 
 
@@ -336,3 +418,129 @@ def read_logits(path: str | Path) -> tuple[Tensor, Tensor]:
         return store.read(), store.labels
     logits, labels = read_arrays(path, "logits", "labels")
     return logits, labels
+
+
+# -- filling it --------------------------------------------------------------------------------------------------------
+
+# Every engine goes through Filling, so that all of them skip, write, refuse and sum up alike. Engines decide only where.
+
+
+@dataclass
+class Filled:
+    """What one call did to a store, here or on a cluster."""
+
+    computed: int = 0
+    reused: int = 0
+    damaged: dict[str, str] = field(default_factory=dict)  # file -> what was wrong; all of them were computed again
+    noisy_images: int = 0
+    seconds: float = 0.0
+    workers: int = 0  # of a cluster, that computed something
+    lost_workers: int = 0
+    repeated_chunks: int = 0  # those that lost workers had
+    most_in_flight: int = 0  # chunks that were in the cluster at one time
+
+
+def read_chunk(data: Any, rows: range) -> Batch:
+    """The labelled images of a chunk, in one piece; their ids are their positions in the data.
+
+    Example:
+        >>> read_chunk((torch.rand(6, 1, 2, 2), torch.arange(6)), range(2, 5)).ids
+        tensor([2, 3, 4])
+    """
+    ids = torch.tensor(rows)
+    parts = list(batches(take(data, ids), ids, size=len(ids), labelled=True))
+    labels = [torch.as_tensor(part.labels) for part in parts]
+    return Batch(torch.cat([part.images for part in parts]), torch.cat(labels), ids)
+
+
+def compute_chunk(
+    smoother: Smoother, images: Tensor, chunk: Chunk, stream: Stream, advance: Callable[[int], None] = lambda _: None
+) -> Float[Tensor, "n draws k"]:
+    """Noisy logits of a chunk's images, on the CPU; ``advance`` is told how many noisy images are done, pass by pass.
+
+    How images share forward passes follows from the chunk, the shape of an image and the smoother's ``batch_size``, never
+    from other chunks. So the same machine computes the same bits, whichever process does it and in whatever order.
+    """
+    batch, kept = Batch(images, None, torch.tensor(chunk.rows)), Gathered(len(chunk.rows))
+    for part, _, logits in smoother.streams([(batch, chunk.draws, stream)], progress=False, steady=True):
+        kept.add(logits)
+        advance(len(part) * len(chunk.draws))
+    return kept.whole()
+
+
+def scattered(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The same chunks: still the first draws of all images first, but the images in an order of this process's own.
+
+    Example:
+        >>> chunks = [Chunk(range(k, k + 1), range(draw, draw + 2)) for draw in (0, 2) for k in range(9)]
+        >>> [chunk.draws.start for chunk in scattered(chunks)] == [0] * 9 + [2] * 9
+        True
+    """
+    return sorted(random.SystemRandom().sample(chunks, len(chunks)), key=lambda chunk: chunk.draws.start)
+
+
+class Filling(contextlib.AbstractContextManager["Filling"]):
+    """One call's share of the work on a store. Use it as a context: leaving it sums up, whatever happened.
+
+    Other processes may be at work in the same folder. A chunk that has appeared before its turn is theirs, and every process
+    goes through the images in an order of its own: two that began together would else compute the same chunks side by side.
+
+    Args:
+        store: what to fill.
+        draws: how many draws every image shall have, or which.
+        show: show a bar on a terminal; or a function called with (done, total) noisy images.
+    """
+
+    def __init__(self, store: LogitStore, draws: int | range, show: Progress) -> None:
+        self.store, self.start = store, time.monotonic()
+        store.refresh()
+        self.todo, self.done = scattered(store.missing(draws)), Filled(reused=len(store.entries))
+        self.bar = Bar("smoothing", sum(chunk.count for chunk in self.todo), show)
+        if self.todo:  # else a store that is read-only is as good as any
+            check_folder(self.store.folder)
+        for bad, why in list(self.store.damaged.items()):
+            if any(bad.overlaps(chunk) for chunk in self.todo):
+                self.done.damaged[bad.name] = why
+                remove(self.store.folder / bad.name)
+
+    def next(self) -> Chunk | None:
+        """The next chunk to compute, one that is not stored yet; None when none is left."""
+        while self.todo:
+            chunk = self.todo.pop(0)
+            if not self.store.has(chunk):
+                return chunk
+            self.bar.advance(chunk.count)
+        return None
+
+    def put(self, chunk: Chunk, logits: Float[Tensor, "n draws k"], labels: Int[Tensor, " n"]) -> None:
+        """Store a chunk that was computed, unless another process has stored it meanwhile."""
+        if not self.store.has(chunk):
+            size = self.store.write(chunk, logits, labels)
+            if not self.done.computed:  # the size of the others is known now: better than after hours of computing
+                needed = size // chunk.count * sum(other.count for other in self.todo)
+                if needed > (free := shutil.disk_usage(self.store.folder).free):
+                    has = f"{size_in_words(needed)} and {self.store.folder} has {size_in_words(free)} left"
+                    instead = "evaluate the network without storing its logits (keepcover.evaluation.Network)"
+                    advice = f"free some space, ask for fewer images or draws, or {instead}"
+                    raise InputError(f"the rest of this store needs {has}; {advice}")
+        self.done.computed += 1
+        self.done.noisy_images += chunk.count
+        self.bar.label = f"smoothing {self.done.noisy_images / max(time.monotonic() - self.start, 1e-9):.0f}/s"
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+        self.store.sweep()
+        self.done.seconds = time.monotonic() - self.start
+
+
+def size_in_words(count: int) -> str:
+    """Bytes for people.
+
+    Example:
+        >>> size_in_words(51_200_000)
+        '51.2 MB'
+    """
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} bytes"

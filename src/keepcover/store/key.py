@@ -37,8 +37,7 @@ def data_fingerprint(data: Any) -> str:
         truth.update(batch.labels.cpu().long().contiguous().numpy().tobytes())
     if len(shapes) != 1:
         raise InputError(f"expected images of one shape, got {' and '.join(map(str, sorted(shapes)))}")
-    text = f"{count} {shapes.pop()} {pixels.hexdigest()} {truth.hexdigest()}"
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(f"{count} {shapes.pop()} {pixels.hexdigest()} {truth.hexdigest()}".encode()).hexdigest()
 
 
 def _structure(smoother: Smoother, shape: tuple[int, ...]) -> str:
@@ -105,10 +104,9 @@ class StoreKey:
         Stream(seed, ROLE)  # checks the seed
         own = fingerprint(smoother.model)
         if own is None and not model_fingerprint:
-            raise InputError(
-                "a model that is not an nn.Module has no fingerprint, so its logits could not be told from another's; "
-                "wrap it in a module that owns its weights, or give model_fingerprint=, a string that changes with them"
-            )
+            what = "a model that is not an nn.Module has no fingerprint, so its logits could not be told from another's"
+            given = "give model_fingerprint=, a string that changes with them"
+            raise InputError(f"{what}; wrap it in a module that owns its weights, or {given}")
         if own is not None and model_fingerprint:
             raise InputError("a module's weights are its fingerprint; leave model_fingerprint out")
         if images_fingerprint and in_memory(data):
@@ -119,17 +117,9 @@ class StoreKey:
         if smoother.input_scale is not None:
             raise InputError("a store keeps no input_scale; divide the features by it first, and multiply in the model")
         shape = tuple(next(batches(take(data, [0]))).images.shape[1:])
-        return cls(
-            own or str(model_fingerprint),
-            _structure(smoother, shape),
-            images_fingerprint or data_fingerprint(data),
-            count,
-            shape,
-            smoother.noise.spec,
-            seed,
-            device=smoother.device.type,
-            **smoother.numerics,
-        )
+        model, images = own or str(model_fingerprint), images_fingerprint or data_fingerprint(data)
+        facts = (model, _structure(smoother, shape), images, count, shape, smoother.noise.spec, seed)
+        return cls(*facts, device=smoother.device.type, **smoother.numerics)
 
     @classmethod
     def from_dict(cls, values: Any) -> StoreKey:
@@ -168,9 +158,9 @@ class StoreKey:
             found |= {"images": length(data), **({"data": data_fingerprint(data)} if in_memory(data) else {})}
         for name, value in found.items():
             if value != getattr(self, name) and not (anywhere and name == "device"):
+                mixed = "logits of two kinds are never mixed: open the store of this key instead"
                 raise InputError(
-                    f"this store is for {name} {_short(getattr(self, name))}, not {_short(value)}; logits of two kinds are never "
-                    "mixed: open the store of this key instead"
+                    f"this store is for {name} {_short(getattr(self, name))}, not {_short(value)}; {mixed}"
                 )
 
 

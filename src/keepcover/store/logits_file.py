@@ -35,10 +35,8 @@ def read_arrays(path: str | Path, *names: str) -> tuple[Tensor, ...]:
 
 def _numbers(path: Path, name: str, values: np.ndarray) -> Tensor:
     if values.dtype.kind in "US":
-        raise InputError(
-            f"{path}: expected numbers in {name!r}, got text such as {values.ravel()[:1].tolist()}; number it with "
-            "np.unique(values, return_inverse=True)"
-        )
+        found = f"text such as {values.ravel()[:1].tolist()}; number it with np.unique(values, return_inverse=True)"
+        raise InputError(f"{path}: expected numbers in {name!r}, got {found}")
     return torch.from_numpy(values)
 
 

@@ -67,8 +67,6 @@ class Cluster:
         if device == "cuda" and not wanted:
             raise InputError("the store is for cuda, so every worker needs a part of a GPU; leave gpus out, or above 0")
         if device != "cuda" and wanted:
-            raise InputError(
-                f"the store is for {device}, and a worker there needs no GPU; leave gpus out, or make the key for "
-                "cuda: dataclasses.replace(key, device='cuda')"
-            )
+            cuda = "make the key for cuda: dataclasses.replace(key, device='cuda')"
+            raise InputError(f"the store is for {device}, and a worker there needs no GPU; leave gpus out, or {cuda}")
         return wanted
