@@ -31,7 +31,7 @@ from keepcover.noise import (
     Uniform,
     get_noise,
 )
-from keepcover.noise.additive import minus_log
+from keepcover.noise.laplace import minus_log
 from keepcover.noise.stream import lattice, plain_unit
 from keepcover.testing import check_noise
 

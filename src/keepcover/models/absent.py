@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from keepcover.errors import InputError
 from keepcover.models.small_cnn import Normalize
-from keepcover.noise.hiding import ABSENT
+from keepcover.noise.ablation import ABSENT
 
 
 class Shown(Normalize):

@@ -6,11 +6,14 @@ from dataclasses import fields
 from typing import Any
 
 from keepcover.errors import InputError
-from keepcover.noise.additive import Gaussian, Laplace, Uniform
+from keepcover.noise.ablation import Ablation
+from keepcover.noise.bands import Bands, RandomBands
 from keepcover.noise.base import Noise, Threat
-from keepcover.noise.hiding import Ablation, Bands, RandomBands
+from keepcover.noise.gaussian import Gaussian
+from keepcover.noise.laplace import Laplace
 from keepcover.noise.norms import NORMS, Norm, get_norm
 from keepcover.noise.stream import Stream, fresh_seed
+from keepcover.noise.uniform import Uniform
 
 NOISES: dict[str, type[Noise]] = {
     noise.name: noise for noise in (Gaussian, Laplace, Uniform, Ablation, Bands, RandomBands)

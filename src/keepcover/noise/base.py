@@ -38,6 +38,12 @@ def pseudorandom(text: str) -> Assumption:
     return Assumption(text, "none", how)
 
 
+def added_noise(step: str, law: str) -> tuple[Assumption, Assumption]:
+    """The assumptions of noise that is added to every number of an input."""
+    added = f"{PHILOX}, added to the input and rounded with it to a grid of about {step}"
+    return FRESH, pseudorandom(f"{added}, stand in for real {law} noise.")
+
+
 class Noise(ABC):
     """A frozen, hashable value; subclasses are dataclasses whose fields are plain numbers.
 

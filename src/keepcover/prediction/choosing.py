@@ -17,8 +17,6 @@ from keepcover.prediction.collecting import Parts, run
 from keepcover.prediction.question import Level, Question, Shape, one_noise
 
 AUTO = "auto"
-
-
 FACTORS = (0.5, 0.5**0.5, 1.0, 2.0**0.5, 2.0, 3.0, 4.0)  # of epsilon, that sigma="auto" tries
 
 

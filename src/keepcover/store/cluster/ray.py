@@ -31,7 +31,8 @@ from keepcover.engine.smoother import AUTOCAST, Classifier, Smoother, evaluation
 from keepcover.errors import InputError, optional, refusing, warn
 from keepcover.store import Chunk, Filled, LogitStore, StoreKey
 from keepcover.store.cluster import Cluster
-from keepcover.store.folder import Filling, compute_chunk, read_chunk, to_half
+from keepcover.store.folder import Filling, compute_chunk, read_chunk
+from keepcover.store.layout import to_half
 
 SECONDS_TO_WAIT, SECONDS_TO_ANSWER = 1.0, 10.0
 
