@@ -20,7 +20,7 @@ from keepcover import Gaussian, InputError, KeepcoverWarning, Laplace, Smoother,
 from keepcover.attacks import NoisyModel
 from keepcover.models import Denoised, Denoiser, SmallCNN, load_denoiser
 from keepcover.models.checkpoints import weights_bytes
-from keepcover.models.denoiser import BUNDLED, denoiser_bytes
+from keepcover.models.denoiser import BUNDLED
 from keepcover.specs import load_model
 from keepcover.training.denoiser import DenoiserRecipe, read_images, train_denoiser
 from tests.cli.runner import as_json, refused
@@ -92,7 +92,7 @@ def test_other_channels_are_refused(small: Denoiser, shape: tuple[int, ...]) -> 
 
 def test_a_file_says_which_network_it_holds(small: Denoiser, tmp_path: Path) -> None:
     file = tmp_path / "own.safetensors"
-    file.write_bytes(denoiser_bytes(small))
+    file.write_bytes(weights_bytes(small, small.about))
     read, images = load_denoiser(file), torch.rand(2, 3, 16, 16)
     assert (read.sigmas, read.widths) == (small.sigmas, small.widths)
     torch.testing.assert_close(read(images, 0.25), small(images, 0.25), atol=0.01, rtol=0.01)

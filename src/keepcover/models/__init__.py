@@ -2,15 +2,13 @@
 
 from keepcover.models.absent import Filled, Shown, Strip, masked
 from keepcover.models.checkpoints import find_weights, load_weights
-from keepcover.models.cifar_resnet import CifarResNet
 from keepcover.models.denoiser import Denoised, Denoiser, denoised, load_denoiser
 from keepcover.models.efficientnet_lite import EfficientNetLite0
 from keepcover.models.heads import backbone, last_linear, load_head
 from keepcover.models.names import NAMES, is_named, network
-from keepcover.models.resnet50 import ResNet50
+from keepcover.models.resnets import CifarResNet, Mirrored, ResNet50, WideResNet
 from keepcover.models.small_cnn import Normalize, SmallCNN
 from keepcover.models.unet import UNet
-from keepcover.models.wide_resnet import Mirrored, WideResNet
 
 __all__ = [
     "NAMES",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from keepcover.errors import InputError
-from keepcover.models.small_cnn import Normalize
+from keepcover.models.small_cnn import Normalize, PerChannel
 from keepcover.noise.ablation import ABSENT
 
 
@@ -40,7 +40,7 @@ class Strip(Normalize):
         [[[0.0, 2.0]], [[1.0, -1.0]]]
     """
 
-    def __init__(self, width: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    def __init__(self, width: int, mean: PerChannel, std: PerChannel) -> None:
         super().__init__(mean, std)
         self.width = width
 
@@ -50,9 +50,8 @@ class Strip(Normalize):
             raise InputError(f"expected images of at least {self.width} columns, got shape {tuple(images.shape)}")
         present = ~images[:, 0, 0].isnan()
         first = (present & ~present.roll(1, dims=-1)).to(torch.uint8).argmax(dim=-1, keepdim=True)
-        at = ((first + torch.arange(self.width, device=images.device)) % total)[:, None, None].expand(
-            -1, 1, images.shape[2], -1
-        )
+        columns = (first + torch.arange(self.width, device=images.device)) % total
+        at = columns[:, None, None].expand(-1, 1, images.shape[2], -1)
         band = super().forward(images.gather(-1, at.expand(-1, images.shape[1], -1, -1)))
         return torch.cat([band, 2 * at.to(band.dtype) / max(1, total - 1) - 1], dim=1)
 

@@ -26,18 +26,14 @@ def find_weights(name: str | Path) -> Path:
     if given.is_file():
         return given
     named = os.environ.get("KEEPCOVER_WEIGHTS")
-    folders = [Path(named)] if named else []
-    folders.append(Path(__file__).resolve().parents[3] / "weights")
+    folders = [*([Path(named)] if named else []), Path(__file__).resolve().parents[3] / "weights"]
     if given.name == str(name):  # a bare name, not a path that went wrong
-        for folder in folders:
-            for file in (folder / given.name, folder / f"{given.name}.safetensors"):
-                if file.is_file():
-                    return file
-    known = sorted(file.stem for folder in folders for file in folder.glob("*.safetensors"))
-    raise InputError(
-        f"no weights at {name}; give a path, or set KEEPCOVER_WEIGHTS to their folder. "
-        + (f"Known by name here: {', '.join(known)}" if known else "No weights are known by name here")
-    )
+        files = (folder / f"{given.name}{suffix}" for folder in folders for suffix in ("", ".safetensors"))
+        if found := next(filter(Path.is_file, files), None):
+            return found
+    known = ", ".join(sorted(file.stem for folder in folders for file in folder.glob("*.safetensors")))
+    advice = f"no weights at {name}; give a path, or set KEEPCOVER_WEIGHTS to their folder"
+    raise InputError(f"{advice}. Known by name here: {known or 'none'}")
 
 
 def load_weights(model: nn.Module, path: str | Path, new_head: bool = False) -> nn.Module:
@@ -63,14 +59,10 @@ def load_weights(model: nn.Module, path: str | Path, new_head: bool = False) -> 
         head = {f"{last_linear(model)[0]}.{part}" for part in ("weight", "bias")} & set(own) & set(given)
         if any(given[name].shape != own[name].shape for name in head):
             given, constants = {name: given[name] for name in given if name not in head}, constants | head
-    missing, unknown = sorted(set(own) - set(given) - constants), sorted(set(given) - set(own))
-    if missing or unknown:
-        raise InputError(
-            f"{path} does not fit {type(model).__name__}: {len(missing)} missing"
-            + (f" (first {missing[0]})" if missing else "")
-            + f", {len(unknown)} unknown"
-            + (f" (first {unknown[0]})" if unknown else "")
-        )
+    wrong = {"missing": sorted(set(own) - set(given) - constants), "unknown": sorted(set(given) - set(own))}
+    if any(wrong.values()):
+        found = [f"{len(names)} {what}{f' (first {names[0]})' if names else ''}" for what, names in wrong.items()]
+        raise InputError(f"{path} does not fit {type(model).__name__}: {', '.join(found)}")
     for name, value in given.items():
         if own[name].shape != value.shape:
             raise InputError(
@@ -83,12 +75,8 @@ def load_weights(model: nn.Module, path: str | Path, new_head: bool = False) -> 
 
 def weights_bytes(model: nn.Module, about: dict[str, Any]) -> bytes:
     """The model's weights as a float16 safetensors file; normalisation constants belong to the architecture and stay out."""
-    state = {
-        name: value.half() if value.is_floating_point() else value
-        for name, value in model.state_dict().items()
-        if not name.startswith("normalize.")
-    }
-    return pack(state, about)
+    stored = {name: value for name, value in model.state_dict().items() if not name.startswith("normalize.")}
+    return pack({name: value.half() if value.is_floating_point() else value for name, value in stored.items()}, about)
 
 
 def _torch_file(path: Path) -> Any:

@@ -36,12 +36,10 @@ def backbone(model: nn.Module) -> nn.Module:
         torch.Size([1, 8])
     """
     name, _ = last_linear(model)
-    body = copy.deepcopy(model).eval()
-    parent, _, leaf = name.rpartition(".")
-    owner = body.get_submodule(parent)
-    if isinstance(owner, nn.Linear):
+    if not name:
         raise InputError("the model is a single linear layer: there is no backbone to freeze")
-    setattr(owner, leaf, nn.Identity())
+    body = copy.deepcopy(model).eval()
+    body.set_submodule(name, nn.Identity())
     return body
 
 
@@ -78,12 +76,10 @@ def load_head(model: nn.Module, path: str | Path) -> nn.Module:
         state, about = unpack(path, sealed=False)
     name, head = last_linear(model)
     own = head.state_dict()
-    if {key: value.shape for key, value in state.items()} != {key: value.shape for key, value in own.items()}:
-        found = ", ".join(f"{key} {tuple(value.shape)}" for key, value in sorted(state.items()))
-        wanted = ", ".join(f"{key} {tuple(value.shape)}" for key, value in sorted(own.items()))
-        raise InputError(
-            f"{path} does not fit the layer {name!r} of {type(model).__name__}: expected {wanted}, got {found}"
-        )
+    wanted, found = (", ".join(f"{key} {tuple(part[key].shape)}" for key in sorted(part)) for part in (own, state))
+    if wanted != found:
+        layer = f"the layer {name!r} of {type(model).__name__}"
+        raise InputError(f"{path} does not fit {layer}: expected {wanted}, got {found}")
     if about.get("backbone") not in (None, fingerprint(backbone(model))):
         raise InputError(f"{path} was trained over another backbone; load the weights that its card names first")
     head.load_state_dict({key: value.to(own[key].dtype) for key, value in state.items()})

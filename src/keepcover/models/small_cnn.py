@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+PerChannel = tuple[float, ...]
+
 
 class Normalize(nn.Module):
     """(x - mean) / std per channel, as the model's first layer: epsilon and sigma stay in pixel units outside."""
@@ -12,7 +14,7 @@ class Normalize(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    def __init__(self, mean: PerChannel, std: PerChannel) -> None:
         super().__init__()
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
@@ -30,12 +32,7 @@ class SmallCNN(nn.Module):
     """
 
     def __init__(
-        self,
-        channels: int = 1,
-        classes: int = 10,
-        width: int = 32,
-        mean: tuple[float, ...] = (0.3,),
-        std: tuple[float, ...] = (0.4,),
+        self, channels: int = 1, classes: int = 10, width: int = 32, mean: PerChannel = (0.3,), std: PerChannel = (0.4,)
     ) -> None:
         super().__init__()
         self.normalize = Normalize(mean, std)

@@ -21,7 +21,8 @@ from keepcover.data.decode import SUFFIXES, decode
 from keepcover.engine.fingerprint import fingerprint
 from keepcover.engine.progress import Progress
 from keepcover.errors import InputError
-from keepcover.models.denoiser import SPREAD, Denoiser, denoiser_bytes, load_denoiser
+from keepcover.models.checkpoints import weights_bytes
+from keepcover.models.denoiser import SPREAD, Denoiser, load_denoiser
 from keepcover.training.loop import Loop, Objective
 from keepcover.training.noise import outputs_of
 from keepcover.training.recipe import Recipe
@@ -309,7 +310,7 @@ def train_denoiser(
     start_at = {"start": fingerprint(network), "towards": towards}
     belongs = {**asdict(recipe), **start_at, "data": digest.hexdigest()}
     seconds = loop.run(checkpoint, belongs, checkpoint_seconds=checkpoint_seconds, each=log, progress=progress)
-    content = denoiser_bytes(network)
+    content = weights_bytes(network, network.about)
     network.load_state_dict({name: value.float() for name, value in deserialize(content).items()})
     network.eval()  # what is measured is what is stored: the float16 weights
     card = {
