@@ -21,11 +21,17 @@ from keepcover.noise import Gaussian, Threat
 from keepcover.training import fit_under_noise
 from keepcover.training.bank import FeatureBank
 from keepcover.training.conformal import RCT, ConfTr, ExactRCT
-from keepcover.training.heads import HeadRecipe, train_for_sets
+from keepcover.training.heads import (
+    PRESETS,
+    ConformalRequest,
+    HeadRecipe,
+    matched_rule,
+    train_conformal,
+    train_for_sets,
+)
+from keepcover.training.loop import Checkpoint
 from keepcover.training.optimise import AdamW, Sgd, epoch_key
 from keepcover.training.recipe import Recipe
-from keepcover.training.resume import Checkpoint
-from keepcover.training.run import PRESETS, ConformalRequest, matched_rule, train_conformal
 from keepcover.training.views import Views
 
 QUICK = HeadRecipe(0.25, epochs=3, batch_size=100, pad=0, flip=False)

@@ -16,6 +16,8 @@ from keepcover.models.heads import backbone, check_head_is_last, last_linear
 from keepcover.training.recipe import Recipe
 from keepcover.training.views import Views
 
+BATCH = 4096  # images that the backbone sees at a time
+
 
 @dataclass(frozen=True)
 class FeatureBank:
@@ -39,8 +41,6 @@ class FeatureBank:
         *,
         views: int = 4,
         device: torch.device | str = "cpu",
-        batch_size: int = 4096,
-        compile: bool = False,
         progress: Progress = True,
     ) -> FeatureBank:
         """Run the frozen backbone once over ``views`` crops and flips of every image under the recipe's copies of noise."""
@@ -49,7 +49,6 @@ class FeatureBank:
         start, device = time.monotonic(), torch.device(device)
         body = backbone(model).to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         check_head_is_last(model.to(device).eval(), data.images[:2].to(device))
-        run = torch.compile(body) if compile else body
         source, bank = Views.of(data, recipe, device), None
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
@@ -58,13 +57,11 @@ class FeatureBank:
         ):
             torch.manual_seed(recipe.seed)
             for view in range(views):
-                for index in torch.arange(len(data), device=device).split(max(1, batch_size // recipe.copies)):
-                    features = (
-                        run(source.noisy(source.clean(index), recipe.copies)).half().view(len(index), recipe.copies, -1)
-                    )
+                for index in torch.arange(len(data), device=device).split(max(1, BATCH // recipe.copies)):
+                    features = body(source.noisy(source.clean(index), recipe.copies)).half()
                     if bank is None:
-                        bank = features.new_empty(len(data), views, *features.shape[1:])
-                    bank[index, view] = features
+                        bank = features.new_empty(len(data), views, recipe.copies, features.shape[1])
+                    bank[index, view] = features.view(len(index), *bank.shape[2:])
                     bar.advance(len(index))
         assert bank is not None
         if not bank.isfinite().all():
@@ -84,10 +81,8 @@ class FeatureBank:
         if copies > held:
             raise InputError(f"the bank holds {held} noisy copies of each view, {copies} were asked for")
         view = torch.randint(views, (len(index), 1), device=self.device)
-        if copies == held:
-            which = torch.arange(held, device=self.device).expand(len(index), held)
-        else:
-            which = torch.rand(len(index), held, device=self.device).argsort(dim=1)[:, :copies]
+        every = torch.arange(held, device=self.device).expand(len(index), held)
+        which = every if copies == held else torch.rand(every.shape, device=self.device).argsort(dim=1)[:, :copies]
         return self.features[index[:, None], view, which].float()
 
     def logits(self, model: nn.Module, index: Tensor, copies: int) -> Float[Tensor, "b copies k"]:

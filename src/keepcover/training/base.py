@@ -21,11 +21,10 @@ from keepcover.engine.progress import Progress
 from keepcover.errors import InputError
 from keepcover.models.checkpoints import weights_bytes
 from keepcover.noise import Noise, get_noise
-from keepcover.training.loop import Loop, Say
+from keepcover.training.loop import Loop, Say, checkpoint_for, write_results
 from keepcover.training.losses import CrossEntropy
 from keepcover.training.noise import NoisyLoss, outputs_of
 from keepcover.training.recipe import Recipe
-from keepcover.training.resume import checkpoint_for, write_results
 from keepcover.training.views import Views
 
 

@@ -23,10 +23,9 @@ from keepcover.engine.progress import Progress
 from keepcover.errors import InputError
 from keepcover.models.checkpoints import weights_bytes
 from keepcover.models.denoiser import SPREAD, Denoiser, load_denoiser
-from keepcover.training.loop import Loop, Objective
+from keepcover.training.loop import Loop, Objective, checkpoint_for, write_results
 from keepcover.training.noise import outputs_of
 from keepcover.training.recipe import Recipe
-from keepcover.training.resume import checkpoint_for, write_results
 from keepcover.training.views import augment, padded_bytes, places
 
 HELD = 256  # images set aside, at most a tenth

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+Step = Callable[[], None]
+
 
 class Sgd:
     """SGD with momentum and weight decay whose rate is a tensor, so that a recorded step can be replayed at any rate.
@@ -116,43 +118,40 @@ class Replayed:
 
     def __init__(
         self,
-        step: Callable[[], None],
+        step: Step,
         state: Callable[[], Mapping[str, Tensor]],
         device: torch.device,
-        simplify: Callable[[Exception], bool] = lambda _: False,
+        simplify: Callable[[Exception], bool],
     ) -> None:
         self.step, self.state, self.device, self.simplify = step, state, device, simplify
-        self._ready: Callable[[], None] | None = None
+        self._ready: Step | None = None
 
     def __call__(self) -> None:
         if self._ready is None:
             self._ready = self._rehearse()
         self._ready()
 
-    def _rehearse(self) -> Callable[[], None]:
+    def _rehearse(self) -> Step:
         # Detached: a clone that remembers its parameter would tie the recording to the stream it was made on.
         kept = {name: value.detach().clone() for name, value in self.state().items()}
         devices = [self.device] if self.device.type == "cuda" else []
         while True:
             try:
                 with torch.random.fork_rng(devices):
-                    return self._record() if devices else self._once()
+                    if devices:
+                        return self._record()
+                    self.step()
+                    return self.step
             except Exception as error:  # a compiler may raise anything
                 if not self.simplify(error):
                     raise
             finally:
                 copy_into(self.state(), kept)
 
-    def _once(self) -> Callable[[], None]:
-        self.step()
-        return self.step
-
-    def _record(self) -> Callable[[], None]:
+    def _record(self) -> Step:
         cudnn = torch.backends.cudnn
-        chooses, cudnn.benchmark = (
-            cudnn.benchmark,
-            True,
-        )  # the recorded convolutions run often: the fastest are worth a search
+        # The recorded convolutions run often: the fastest are worth a search.
+        chooses, cudnn.benchmark = cudnn.benchmark, True
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         try:
