@@ -184,6 +184,14 @@ def test_training_removes_noise(tmp_path: Path) -> None:
     assert again["psnr_held_out"]["0.25"] > card["psnr_held_out"]["0.25"]
 
 
+def test_training_by_minutes_takes_as_many_steps_as_fit(tmp_path: Path) -> None:
+    recipe = DenoiserRecipe(minutes=1e-3, pixels=2**9)
+    card = train_denoiser(
+        photographs(), recipe, tmp_path / "own.safetensors", start=Denoiser(**SMALL), say=lambda _: None
+    )
+    assert card["steps"] == 100  # at least one epoch
+
+
 def test_training_towards_a_classifier_keeps_its_outputs(tmp_path: Path) -> None:
     """Under the divergence alone the classifier's answers move towards its clean ones, and its weights stay."""
     torch.manual_seed(0)

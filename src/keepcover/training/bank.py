@@ -14,7 +14,7 @@ from keepcover.engine.progress import Bar, Progress
 from keepcover.errors import InputError
 from keepcover.models.heads import backbone, check_head_is_last, last_linear
 from keepcover.training.recipe import Recipe
-from keepcover.training.views import Views
+from keepcover.training.views import Device, Views
 
 BATCH = 4096  # images that the backbone sees at a time
 
@@ -40,7 +40,7 @@ class FeatureBank:
         recipe: Recipe,
         *,
         views: int = 4,
-        device: torch.device | str = "cpu",
+        device: Device = "cpu",
         progress: Progress = True,
     ) -> FeatureBank:
         """Run the frozen backbone once over ``views`` crops and flips of every image under the recipe's copies of noise."""

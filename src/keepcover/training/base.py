@@ -25,10 +25,10 @@ from keepcover.training.loop import Loop, Say, checkpoint_for, write_results
 from keepcover.training.losses import CrossEntropy
 from keepcover.training.noise import NoisyLoss, outputs_of
 from keepcover.training.recipe import Recipe
-from keepcover.training.views import Views
+from keepcover.training.views import Device, Views
 
 
-def check_logits(model: nn.Module, data: Labelled, device: torch.device | str) -> None:
+def check_logits(model: nn.Module, data: Labelled, device: Device) -> None:
     """Refuse a model that does not give one logit per class, before anything is trained."""
     images, classes = data.images[:2].to(device), len(data.class_names)
     found = tuple(outputs_of(model.to(device), images).shape)
@@ -42,19 +42,14 @@ def check_logits(model: nn.Module, data: Labelled, device: torch.device | str) -
 
 @torch.inference_mode()
 def noisy_accuracy(
-    model: nn.Module,
-    data: Labelled,
-    noise: Noise | float,
-    device: torch.device | str,
-    seed: int = 0,
-    loss: CrossEntropy | None = None,
+    model: nn.Module, data: Labelled, noise: Noise | float, device: Device, loss: CrossEntropy | None = None
 ) -> float:
     """Share of images, or of their pixels, classified rightly under one noisy draw each."""
     training, device, noise = model.training, torch.device(device), get_noise(noise)
     model.eval()
     right, total, size = 0, 0, 1000 if data.labels.ndim == 1 else 50
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         for images, labels in zip(data.images.split(size), data.labels.split(size), strict=True):
             found = (loss or CrossEntropy()).right(model(noise.fresh(images.to(device))), labels.to(device))
             right, total = right + int(found.sum()), total + len(found)
@@ -90,16 +85,13 @@ def train_base(
     dominates, and a compiler joins what lies between convolutions. Labels of pixels [n, h, w] are cropped and mirrored with
     their images; ``loss`` says which pixels have none, and what rare classes weigh.
     """
-    out, device = Path(out), torch.device(device)
+    out, device, teachers = Path(out), torch.device(device), dict(teachers or {})
     checkpoint = checkpoint_for(out, resume)
-    teachers = dict(teachers or {})
     for network in (model, *teachers.values()):
         check_logits(network, train, device)
+    if not labels and teachers:
+        raise InputError("a network that imitates its own clean outputs takes no teachers; leave out one of the two")
     if not labels:
-        if teachers:
-            raise InputError(
-                "a network that imitates its own clean outputs takes no teachers; leave out one of the two"
-            )
         teachers = {"itself, without noise": copy.deepcopy(model).requires_grad_(False)}
     for network in (model, *teachers.values()):
         network.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,10 @@ from keepcover.engine.progress import Progress
 from keepcover.errors import InputError
 from keepcover.models.checkpoints import weights_bytes
 from keepcover.models.denoiser import SPREAD, Denoiser, load_denoiser
-from keepcover.training.loop import Loop, Objective, checkpoint_for, write_results
+from keepcover.training.loop import Loop, Objective, Say, checkpoint_for, write_results
 from keepcover.training.noise import outputs_of
 from keepcover.training.recipe import Recipe
-from keepcover.training.views import augment, padded_bytes, places
+from keepcover.training.views import augment, half, padded_bytes, places
 
 HELD = 256  # images set aside, at most a tenth
 EPOCH = 100  # steps
@@ -80,7 +79,7 @@ class DenoiserRecipe:
     def loop(self) -> Recipe:
         """What the loop of every training needs to know of it."""
         shared = {name: getattr(self, name) for name in ("lr", "weight_decay", "average", "clip", "seed", "minutes")}
-        epochs = (self.steps or 1) // self.steps_per_epoch
+        epochs = (self.steps or EPOCH) // self.steps_per_epoch
         return Recipe(self.sigmas[1], epochs=epochs, batch_size=1, optimiser="adamw", **shared)
 
 
@@ -118,28 +117,22 @@ def _squares(spec: str | Path, size: int) -> Iterator[np.ndarray]:
     if not files:
         raise InputError(f"{path} holds no images; expected files that end in {', '.join(SUFFIXES)}")
     for file in files:
-        yield from _tiles(file, int(tile)) if tile else [_square(file, size)]
-
-
-def _tiles(file: Path, side: int) -> Sequence[np.ndarray]:
-    pixels = decode(file, None, None)
-    rows, columns = (length // side for length in pixels.shape[1:])
-    if not rows * columns:
-        raise InputError(
-            f"{file} has {pixels.shape[2]} x {pixels.shape[1]} pixels, too few for tiles of {side} x {side}"
-        )
-    cut = pixels[:, : rows * side, : columns * side].reshape(3, rows, side, columns, side)
-    return list(cut.transpose(1, 3, 0, 2, 4).reshape(-1, 3, side, side))
-
-
-def _square(file: Path, size: int) -> np.ndarray:
-    pixels = decode(file, None, None)
-    side = min(pixels.shape[1:])
-    if side > size:
-        return decode(file, size, size)
-    side = side if side < 64 else side // 16 * 16  # few sizes: each is a batch of its own
-    top, left = ((length - side) // 2 for length in pixels.shape[1:])
-    return pixels[:, top : top + side, left : left + side]
+        pixels = decode(file, None, None)
+        _, height, width = pixels.shape
+        short = min(height, width)
+        if tile:
+            side = int(tile)
+            if short < side:
+                raise InputError(f"{file} has {width} x {height} pixels, too few for tiles of {side} x {side}")
+            whole = pixels[:, : height // side * side, : width // side * side]
+            tiles = whole.reshape(3, height // side, side, width // side, side).transpose(1, 3, 0, 2, 4)
+            yield from tiles.reshape(-1, 3, side, side)
+        elif short > size:
+            yield decode(file, size, size)
+        else:
+            side = short if short < 64 else short // 16 * 16  # few sizes: each is a batch of its own
+            top, left = (height - side) // 2, (width - side) // 2
+            yield pixels[:, top : top + side, left : left + side]
 
 
 def as_groups(images: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -153,35 +146,6 @@ def as_groups(images: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
-
-
-def clean_batch(group: Tensor, crop: int, count: int, grey: float) -> Tensor:
-    """Random crops, mirrored at random, some of them grey, in [0, 1]."""
-    size = tuple(min(crop, side) for side in group.shape[2:])
-    room = tuple(whole - side for whole, side in zip(group.shape[2:], size, strict=True))
-    index = torch.randint(len(group), (count,), device=group.device)
-    images = augment(group, index, *places(count, size, room, True, group.device))
-    if group.shape[1] == 3 and grey:
-        images[: round(grey * count)] = images[: round(grey * count)].mean(dim=1, keepdim=True)
-    return images
-
-
-def noisy_batch(clean: Tensor, sigma: Tensor, grey: float) -> tuple[Tensor, Tensor]:
-    """Noisy images and their clean ones: one noise for all channels where they are grey, and sometimes an edge that is repeated,
-    as images of other sizes are filled up.
-    """
-    noise = torch.randn(clean.shape, device=clean.device)
-    if clean.shape[1] == 3 and grey:
-        some = round(grey * len(clean))
-        noise[:some] = noise[:some, :1]
-    noisy = clean + sigma[:, None, None, None] * noise
-    cut = torch.randint(0, 16, (2,), device=clean.device)
-    cut = cut * (torch.rand(2, device=clean.device) < 0.1)
-    for axis, less in zip((2, 3), cut, strict=True):
-        side = clean.shape[axis]
-        kept = torch.minimum(torch.arange(side, device=clean.device), (side - 1 - less).clamp(min=0))
-        noisy, clean = noisy.index_select(axis, kept), clean.index_select(axis, kept)
-    return noisy, clean
 
 
 class _Loss(nn.Module):
@@ -210,31 +174,49 @@ class Denoising(Objective):
         self,
         network: Denoiser,
         classifier: nn.Module | None,
-        groups: Sequence[Tensor],
+        groups: list[Tensor],
         recipe: DenoiserRecipe,
         compile: bool,
     ) -> None:
         self.network, self.groups, self.recipe = network, groups, recipe
-        self.parameters, self.cuda = list(network.parameters()), groups[0].is_cuda
+        self.parameters, self.device = list(network.parameters()), groups[0].device
         self.plain = _Loss(network, classifier, recipe.stability)
-        compiles = compile and self.cuda and len(groups) <= 4  # each size is compiled by itself
+        compiles = compile and self.device.type == "cuda" and len(groups) <= 4  # each size is compiled by itself
         self.loss: Callable[..., Tensor] = torch.compile(self.plain, dynamic=False) if compiles else self.plain
         areas = [min(recipe.crop, group.shape[2]) * min(recipe.crop, group.shape[3]) for group in groups]
         total = sum(len(group) * area for group, area in zip(groups, areas, strict=True))
         self.shares = [len(group) * area / total for group, area in zip(groups, areas, strict=True)]
         self.counts = [max(1, round(recipe.pixels * w / area)) for w, area in zip(self.shares, areas, strict=True)]
 
+    def batch(self, group: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Noisy images, their clean ones and their sigmas: crops, mirrored at random, some of them grey, with one noise for all
+        channels, and sometimes an edge that is repeated, as images of other sizes are filled up.
+        """
+        recipe, (low, high) = self.recipe, map(math.log, self.recipe.sigmas)
+        size = [min(recipe.crop, side) for side in group.shape[2:]]
+        room = [whole - side for whole, side in zip(group.shape[2:], size, strict=True)]
+        index = torch.randint(len(group), (count,), device=self.device)
+        clean = augment(group, index, *places(count, size, room, True, self.device))
+        grey = round(recipe.grey * count) if group.shape[1] == 3 else 0
+        clean[:grey] = clean[:grey].mean(dim=1, keepdim=True)
+        sigma = (low + (high - low) * torch.rand(count, device=self.device)).exp()
+        noise = torch.randn(clean.shape, device=self.device)
+        noise[:grey] = noise[:grey, :1]
+        noisy = clean + sigma[:, None, None, None] * noise
+        cut = torch.randint(0, 16, (2,), device=self.device)
+        cut = cut * (torch.rand(2, device=self.device) < 0.1)
+        for axis, side, less in zip((2, 3), size, cut, strict=True):
+            kept = torch.minimum(torch.arange(side, device=self.device), (side - 1 - less).clamp(min=0))
+            noisy, clean = noisy.index_select(axis, kept), clean.index_select(axis, kept)
+        return noisy, clean, sigma
+
     def __call__(self, index: Tensor) -> Tensor:
         del index  # an epoch is a number of steps: images are drawn with replacement
-        recipe, (low, high) = self.recipe, map(math.log, self.recipe.sigmas)
-        half = torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if self.cuda else nullcontext()
         losses = []
         for group, share, count in zip(self.groups, self.shares, self.counts, strict=True):
-            clean = clean_batch(group, recipe.crop, count, recipe.grey)
-            sigma = (low + (high - low) * torch.rand(count, device=group.device)).exp()
-            noisy, clean = noisy_batch(clean, sigma, recipe.grey)
-            with half:
-                losses.append(share * self.loss(noisy, clean, sigma))
+            batch = self.batch(group, count)
+            with half(self.device):
+                losses.append(share * self.loss(*batch))
         return torch.stack(losses).sum()
 
     def state(self) -> dict[str, Tensor]:
@@ -270,9 +252,8 @@ def train_denoiser(
     device: torch.device | str = "cpu",
     compile: bool = True,
     resume: bool = True,
-    checkpoint_seconds: float = 30.0,
     progress: Progress = True,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> dict[str, Any]:
     """Train a denoiser and write ``out`` (float16 safetensors) and its card (JSON, the same name); returns the card.
 
@@ -282,20 +263,16 @@ def train_denoiser(
     """
     out, device = Path(out), torch.device(device)
     checkpoint = checkpoint_for(out, resume)
-    groups, held = _parts(as_groups(images), recipe.seed)
-    groups, held = ([group.to(device) for group in some] for some in (groups, held))
-    channels = groups[0].shape[1]
+    groups, held = ([group.to(device) for group in some] for some in _parts(as_groups(images), recipe.seed))
     torch.manual_seed(recipe.seed)
-    network = _start(start, channels, recipe)
-    network = network.to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+    network = _start(start, groups[0].shape[1], recipe).to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
     if classifier is not None:
         for group in groups:
             outputs_of(classifier.to(device), group[:2].float() / 255)
         classifier = classifier.to(device).to(memory_format=torch.channels_last).eval().requires_grad_(False)  # type: ignore[call-overload]
     history: list[list[float]] = []
-    loop = Loop(
-        Denoising(network, classifier, groups, recipe, compile), recipe.loop, per := recipe.steps_per_epoch, device, say
-    )
+    objective, per = Denoising(network, classifier, groups, recipe, compile), recipe.steps_per_epoch
+    loop = Loop(objective, recipe.loop, per, device, say)
 
     def log(loss: float) -> None:
         epochs = loop.fixed.epochs
@@ -306,9 +283,8 @@ def train_denoiser(
     digest = hashlib.sha256()
     for group in groups:
         digest.update(group.cpu().numpy())  # type: ignore[arg-type]
-    start_at = {"start": fingerprint(network), "towards": towards}
-    belongs = {**asdict(recipe), **start_at, "data": digest.hexdigest()}
-    seconds = loop.run(checkpoint, belongs, checkpoint_seconds=checkpoint_seconds, each=log, progress=progress)
+    belongs = {**asdict(recipe), "start": fingerprint(network), "towards": towards, "data": digest.hexdigest()}
+    seconds = loop.run(checkpoint, belongs, each=log, progress=progress)
     content = weights_bytes(network, network.about)
     network.load_state_dict({name: value.float() for name, value in deserialize(content).items()})
     network.eval()  # what is measured is what is stored: the float16 weights
@@ -344,9 +320,9 @@ def _parts(groups: list[Tensor], seed: int) -> tuple[list[Tensor], list[Tensor]]
 
 
 def _start(start: str | Path | Denoiser | None, channels: int, recipe: DenoiserRecipe) -> Denoiser:
-    network = start if isinstance(start, Denoiser) else None if start is None else load_denoiser(start)
-    if network is None:
+    if start is None:
         return Denoiser(channels, recipe.sigmas)
+    network = start if isinstance(start, Denoiser) else load_denoiser(start)
     if network.channels != channels:
         raise InputError(f"the denoiser to start from is for {network.channels} channels, the images have {channels}")
     low, high = zip(network.sigmas, recipe.sigmas, strict=True)

@@ -33,7 +33,7 @@ from keepcover.training.base import check_logits
 from keepcover.training.conformal import RCT, ConformalLoss, ConfTr, ExactRCT, SoftSets
 from keepcover.training.loop import Loop, Objective, Say, checkpoint_for, write_results
 from keepcover.training.recipe import Recipe
-from keepcover.training.views import Views
+from keepcover.training.views import Device, Views
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def train_conformal(
     out: str | Path,
     *,
     base: str,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
     resume: bool = True,
     say: Say = print,
     progress: Progress = True,

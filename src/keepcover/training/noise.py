@@ -13,14 +13,14 @@ from torch.optim.swa_utils import update_bn
 from keepcover.engine.inputs import check_images
 from keepcover.engine.progress import Progress
 from keepcover.engine.smoother import bound
-from keepcover.errors import InputError, reason
+from keepcover.errors import MISFITS, InputError, refusing
 from keepcover.noise import Gaussian, Noise
 from keepcover.tasks.metrics import as_labels, check_labels
 from keepcover.training.loop import Loop, Objective
 from keepcover.training.losses import CrossEntropy
 from keepcover.training.optimise import epoch_key
-from keepcover.training.recipe import Recipe
-from keepcover.training.views import Views
+from keepcover.training.recipe import SMALL, Recipe
+from keepcover.training.views import Views, half
 
 
 class NoisyLoss(Objective):
@@ -62,7 +62,7 @@ class NoisyLoss(Objective):
         clean, labels = views.pick(index)
         clean, own = views.cut(clean)
         noisy = views.noisy(clean, recipe.copies)
-        with views.half():
+        with half(views.device):
             student, *teachers = self._run
             logits = student(noisy).float()
             with torch.no_grad():
@@ -89,7 +89,7 @@ class NoisyLoss(Objective):
     def settle(self, batches: int = 100) -> None:
         """Batch norm's statistics for the weights as they are: of noisy images without what only training does to them."""
         views, recipe = self.views, self.views.recipe
-        with torch.random.fork_rng([views.device] if views.device.type == "cuda" else []), views.half():
+        with torch.random.fork_rng([views.device] if views.device.type == "cuda" else []), half(views.device):
             torch.manual_seed(epoch_key(recipe.seed, -1))
             order = torch.randperm(len(views), device=views.device).split(recipe.batch_size)[:batches]
             update_bn((views.noisy(views.clean(index), 1) for index in order), self.model)
@@ -98,19 +98,14 @@ class NoisyLoss(Objective):
 @torch.no_grad()
 def outputs_of(model: nn.Module, images: Tensor) -> Tensor:
     """Outputs of a few images, or an error that says what a model must take and give, before anything is trained."""
-    try:
+    advice = "give images of its size and number of channels: it must map [n, c, h, w] in [0, 1] to logits"
+    kind, shape = type(model).__name__, tuple(images.shape[1:])
+    with refusing(f"{kind} cannot take images of shape {shape}", *MISFITS, advice=advice):
         outputs = model.eval()(images)
-    except InputError:
-        raise
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise InputError(
-            f"{type(model).__name__} cannot take images of shape {tuple(images.shape[1:])} ({reason(error)}); give images of its "
-            "size and number of channels: it must map [n, c, h, w] in [0, 1] to logits"
-        ) from None
     if not isinstance(outputs, Tensor):
         raise InputError(
-            f"expected logits [n, classes], or [n, classes, h, w] of pixels, got {type(outputs).__name__} from "
-            f"{type(model).__name__}; wrap it in a module that returns the logits alone"
+            f"expected logits [n, classes], or [n, classes, h, w] of pixels, got {type(outputs).__name__} from {kind}; wrap it in "
+            "a module that returns the logits alone"
         )
     return outputs
 
@@ -158,17 +153,7 @@ def fit_under_noise(
         raise InputError(f"expected as many labels as images, at least one, got {len(images)} and {found}")
     if batch_size > 0:  # batches of one size, so that few images are left for another epoch
         batch_size = len(images) // -(-len(images) // batch_size)
-    recipe = Recipe(
-        0.0 if sigma is None else sigma,
-        epochs,
-        batch_size,
-        lr,
-        weight_decay=1e-3,
-        warmup_epochs=3 * epochs // 10,
-        temperature=1.0,
-        optimiser="adamw",
-        seed=seed,
-    )
+    recipe = Recipe(sigma or 0.0, epochs, batch_size, lr, warmup_epochs=3 * epochs // 10, seed=seed, **SMALL)
     device = next(model.parameters()).device
     # One that denoises knows what it is trained under.
     before, model = (cast(nn.Module, bound(model, one)) for one in (Gaussian(0.0), law))
@@ -179,7 +164,6 @@ def fit_under_noise(
         labels = check_labels(labels, len(images), outputs.shape[1])
     views = Views(images, labels, recipe, device, law)
     teachers = [copy.deepcopy(before).requires_grad_(False)] if labels is None else []
-    Loop(NoisyLoss(model, views, teachers, of_clean=True, loss=loss), recipe, len(images), device).run(
-        progress=progress
-    )
+    objective = NoisyLoss(model, views, teachers, of_clean=True, loss=loss)
+    Loop(objective, recipe, len(images), device).run(progress=progress)
     return model.eval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from keepcover.errors import InputError
 from keepcover.noise import Noise, get_noise
@@ -57,9 +58,7 @@ class Recipe:
         if not (0 <= self.sigma < math.inf and 0 < self.lr < math.inf) or min(self.epochs, self.batch_size) < 1:
             raise InputError(f"expected sigma >= 0, epochs >= 1, a batch size >= 1 and lr > 0, all finite, got {self}")
         if self.pad < 0 or self.cutout < 0:
-            raise InputError(
-                f"expected a shift and a square of 0 pixels or more, got pad {self.pad}, cutout {self.cutout}"
-            )
+            raise InputError(f"expected pad and cutout of 0 pixels or more, got {self.pad} and {self.cutout}")
         if not all(0 <= share <= 1 for share in (self.cutmix, self.average, self.teacher_weight)):
             raise InputError(
                 "expected shares in [0, 1] for cutmix, average and teacher_weight, got "
@@ -89,6 +88,8 @@ class Recipe:
         return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))
 
 
+# In place of the defaults: small networks, and wide ones, which overfit under the defaults.
+SMALL: dict[str, Any] = {"weight_decay": 1e-3, "temperature": 1.0, "optimiser": "adamw"}
 WIDE = {"batch_size": 512, "lr": 0.2, "weight_decay": 1e-3, "nesterov": True, "cutout": 12, "average": 0.04}
 
 

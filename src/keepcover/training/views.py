@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +13,13 @@ from keepcover.engine.inputs import extremes
 from keepcover.errors import InputError
 from keepcover.noise import Noise
 from keepcover.training.recipe import Recipe
+
+Device = torch.device | str
+
+
+def half(device: torch.device) -> torch.autocast:
+    """bfloat16 on a GPU. Without the cache of weights: a recorded step must cast them anew."""
+    return torch.autocast("cuda", torch.bfloat16, device.type == "cuda", cache_enabled=False)
 
 
 def padded_bytes(images: Tensor, pad: int) -> Tensor:
@@ -76,12 +81,7 @@ class Views:
     """
 
     def __init__(
-        self,
-        images: Tensor,
-        labels: Tensor | None,
-        recipe: Recipe,
-        device: torch.device | str,
-        noise: Noise | None = None,
+        self, images: Tensor, labels: Tensor | None, recipe: Recipe, device: Device, noise: Noise | None = None
     ) -> None:
         self.recipe, self.device, self.noise = recipe, torch.device(device), noise or recipe.law
         if labels is not None and labels.ndim == 3 and recipe.cutmix:
@@ -89,7 +89,7 @@ class Views:
         self.images, self.labels = images.to(self.device), None if labels is None else labels.to(self.device)
 
     @classmethod
-    def of(cls, data: Labelled, recipe: Recipe, device: torch.device | str, border: int = 0) -> Views:
+    def of(cls, data: Labelled, recipe: Recipe, device: Device, border: int = 0) -> Views:
         """``border`` is the label of the black border, for labels of pixels: the one that training ignores."""
         labels = data.labels
         if labels.ndim == 3:
@@ -136,13 +136,8 @@ class Views:
         noisy = self.noise.fresh(images)
         return noisy.float() if noisy.is_floating_point() else noisy
 
-    def half(self) -> AbstractContextManager[Any]:
-        """bfloat16 on a GPU. Without the cache of weights: a recorded step must cast them anew."""
-        cuda = self.device.type == "cuda"
-        return torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if cuda else nullcontext()
-
     def logits(self, model: nn.Module, index: Tensor, copies: int) -> Tensor:
         """What the model says of new noisy views: [b, copies, classes]."""
-        with self.half():
+        with half(self.device):
             out = model(self.noisy(self.clean(index), copies))
         return out.float().reshape(len(index), copies, -1)
