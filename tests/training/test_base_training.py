@@ -18,9 +18,8 @@ from keepcover.data import Labelled, digits
 from keepcover.errors import InputError
 from keepcover.models import SmallCNN, load_weights
 from keepcover.models.checkpoints import weights_bytes
-from keepcover.training.base import noisy_accuracy, train_base
+from keepcover.training.base import NoisyLoss, noisy_accuracy, train_base
 from keepcover.training.loop import Checkpoint, Loop
-from keepcover.training.noise import NoisyLoss
 from keepcover.training.recipe import Recipe
 from keepcover.training.views import Views, augment, boxes, places
 

@@ -16,7 +16,7 @@ from keepcover.data import Labelled, digits
 from keepcover.engine.fingerprint import fingerprint
 from keepcover.errors import InputError
 from keepcover.models import SmallCNN, backbone, find_weights, last_linear, load_head, load_weights
-from keepcover.models.heads import check_head_is_last, head_bytes
+from keepcover.models.checkpoints import check_head_is_last, head_bytes
 from keepcover.noise import Gaussian, Threat
 from keepcover.training import fit_under_noise
 from keepcover.training.bank import FeatureBank

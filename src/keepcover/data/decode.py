@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,15 @@ def pillow() -> Any:
     from PIL import Image
 
     return Image
+
+
+def images_among(paths: Iterable[Path], where: str | Path) -> list[Path]:
+    """The files that end like images, in order; names that begin with a dot are passed over."""
+    found = (path for path in paths if path.name.lower().endswith(SUFFIXES) and not path.name.startswith("."))
+    images = sorted(path for path in found if path.is_file())
+    if not images:
+        raise InputError(f"{where} holds no images; expected files that end in {', '.join(SUFFIXES)}")
+    return images
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 
 from keepcover.data.archive import read_members
 from keepcover.data.base import Labelled
-from keepcover.data.decode import SUFFIXES, opened, pillow
+from keepcover.data.decode import SUFFIXES, images_among, opened, pillow
 from keepcover.engine.progress import Bar, Progress
 from keepcover.errors import InputError, refusing
 
@@ -59,9 +59,8 @@ def scenes(
     pairs = _beside(root) if masks is None else _matched(root, _files(root), Path(masks), _files(Path(masks)))
     first = _scene(pairs[0], size, len(names), ignore)[1].shape
     if (needed := len(pairs) * int(np.prod(first)) * 20) > MOST_BYTES:
-        raise InputError(
-            f"{len(pairs)} scenes of {first[1]} x {first[0]} pixels take {needed >> 20} MB; give a smaller size"
-        )
+        taken = f"{len(pairs)} scenes of {first[1]} x {first[0]} pixels take {needed >> 20} MB"
+        raise InputError(f"{taken}; give a smaller size")
     pixels, truth = torch.empty(len(pairs), 3, *first), torch.empty(len(pairs), *first, dtype=torch.int64)
     with Bar("decoding", len(pairs), progress) as bar:
         for row, pair in enumerate(pairs):
@@ -86,13 +85,11 @@ def _scene(
     (path, content), (mask_path, mask_content) = pair
     with opened(path, content) as image, opened(mask_path, mask_content) as mask:
         if mask.mode not in ("L", "P", "1"):
-            raise InputError(
-                f"{mask_path} has colours (mode {mask.mode}); expected a mask of one channel whose values are indices of classes"
-            )
+            colours = f"{mask_path} has colours (mode {mask.mode})"
+            raise InputError(f"{colours}; expected a mask of one channel whose values are indices of classes")
         if image.size != mask.size:
-            raise InputError(
-                f"{path} has {image.size[0]} x {image.size[1]} pixels, its mask {mask.size[0]} x {mask.size[1]}"
-            )
+            sides = [f"{width} x {height}" for width, height in (image.size, mask.size)]
+            raise InputError(f"{path} has {sides[0]} pixels, its mask {sides[1]}")
         indices = np.asarray(mask)
         unknown = [value for value in np.unique(indices).tolist() if value >= classes and value != ignore]
         if unknown:
@@ -124,37 +121,31 @@ def _names(classes: Sequence[str] | str | Path, ignore: int | None) -> tuple[str
 
 def _files(root: Path) -> dict[str, _File]:
     """Images by their path under the root without the suffix."""
+    if not root.exists():
+        raise InputError(f"there is no folder or archive {root}")
     if root.is_file():
         entries = read_members(root, lambda name: name.lower().endswith(SUFFIXES), MOST_BYTES)
     else:
-        entries = _in_folder(root)
+        entries = {path.relative_to(root).as_posix(): None for path in images_among(root.rglob("*"), root)}
     found: dict[str, _File] = {}
     for name, content in entries.items():
         stem = str(PurePosixPath(name).with_suffix(""))
         if stem in found:
-            raise InputError(
-                f"{root} holds {found[stem][0].name} and {Path(name).name}; expected one image of that name"
-            )
+            both = f"{found[stem][0].name} and {Path(name).name}"
+            raise InputError(f"{root} holds {both}; expected one image of that name")
         found[stem] = root / name, content
     if not found:
         raise InputError(f"{root} holds no images; expected files that end in {', '.join(SUFFIXES)}")
     return found
 
 
-def _in_folder(root: Path) -> dict[str, None]:
-    if not root.is_dir():
-        raise InputError(f"there is no folder or archive {root}")
-    found = (path for path in root.rglob("*") if path.name.lower().endswith(SUFFIXES) and path.is_file())
-    return {path.relative_to(root).as_posix(): None for path in found if not path.name.startswith(".")}
-
-
 def _beside(root: Path) -> list[tuple[_File, _File]]:
     """Pairs of ``NAME/one`` and ``NAMEannot/one``."""
     images, masks = {}, {}
     for stem, file in _files(root).items():
-        folder = str(PurePosixPath(stem).parent)
+        folder, _, name = stem.rpartition("/")
         if folder.endswith(ANNOTATED):
-            masks[f"{folder.removesuffix(ANNOTATED)}/{PurePosixPath(stem).name}"] = file
+            masks[f"{folder.removesuffix(ANNOTATED)}/{name}"] = file
         else:
             images[stem] = file
     return _matched(root, images, root, masks)
@@ -165,7 +156,5 @@ def _matched(root: Path, images: dict[str, _File], other: Path, masks: dict[str,
         lonely = sorted(set(here) - set(there))
         if lonely:
             more = f" (and {len(lonely) - 1} more)" if len(lonely) > 1 else ""
-            raise InputError(
-                f"{here[lonely[0]][0]}{more} has no {what} of its name in {where}; add it, or move it away"
-            )
+            raise InputError(f"{here[lonely[0]][0]}{more} has no {what} of its name in {where}; add or move it")
     return [(images[stem], masks[stem]) for stem in sorted(images)]

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from keepcover.engine.smoother import Classifier
 from keepcover.errors import InputError, refusing, warn
 from keepcover.models.checkpoints import find_weights
-from keepcover.models.unet import Trunk
+from keepcover.models.unet import Sizes, Trunk
 from keepcover.noise import Gaussian, Noise
 from keepcover.sealing import unpack
 
 BUNDLED = Path(__file__).with_name("denoiser.safetensors")
 SPREAD = 0.27  # standard deviation of photographs around 0.5
-WIDTHS, BLOCKS = (48, 96, 192, 256), (1, 3, 3, 2)
+SIGMAS, WIDTHS, BLOCKS = (0.05, 1.0), (48, 96, 192, 256), (1, 3, 3, 2)
 SIZES = ("sigmas", "widths", "blocks")
 
 
@@ -43,14 +43,9 @@ class Denoiser(Trunk):
     """
 
     def __init__(
-        self,
-        channels: int = 3,
-        sigmas: tuple[float, float] = (0.05, 1.0),
-        widths: tuple[int, ...] = WIDTHS,
-        blocks: tuple[int, ...] = BLOCKS,
-        hints: int = 64,
+        self, channels: int = 3, sigmas: tuple[float, float] = SIGMAS, widths: Sizes = WIDTHS, blocks: Sizes = BLOCKS
     ) -> None:
-        super().__init__(channels, channels, widths, blocks, hints)
+        super().__init__(channels, channels, widths, blocks, hints=64)
         self.channels, self.sigmas, self.widths, self.blocks = channels, tuple(sigmas), tuple(widths), tuple(blocks)
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from keepcover.data import Labelled
 from keepcover.engine.progress import Bar, Progress
 from keepcover.errors import InputError
-from keepcover.models.heads import backbone, check_head_is_last, last_linear
+from keepcover.models.checkpoints import backbone, check_head_is_last, last_linear
 from keepcover.training.recipe import Recipe
 from keepcover.training.views import Device, Views
 
@@ -49,7 +49,8 @@ class FeatureBank:
         start, device = time.monotonic(), torch.device(device)
         body = backbone(model).to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         check_head_is_last(model.to(device).eval(), data.images[:2].to(device))
-        source, bank = Views.of(data, recipe, device), None
+        source, size = Views.of(data, recipe, device), (views, recipe.copies, last_linear(model)[1].in_features)
+        bank = torch.empty(len(data), *size, dtype=torch.float16, device=device)
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.autocast("cuda", torch.float16, enabled=device.type == "cuda"),
@@ -58,12 +59,9 @@ class FeatureBank:
             torch.manual_seed(recipe.seed)
             for view in range(views):
                 for index in torch.arange(len(data), device=device).split(max(1, BATCH // recipe.copies)):
-                    features = body(source.noisy(source.clean(index), recipe.copies)).half()
-                    if bank is None:
-                        bank = features.new_empty(len(data), views, recipe.copies, features.shape[1])
-                    bank[index, view] = features.view(len(index), *bank.shape[2:])
+                    features = body(source.noisy(source.clean(index), recipe.copies))
+                    bank[index, view] = features.half().view(len(index), *size[1:])
                     bar.advance(len(index))
-        assert bank is not None
         if not bank.isfinite().all():
             raise InputError("the backbone returned features beyond float16 under noise; check the weights")
         return cls(bank, data.labels.to(device), time.monotonic() - start)

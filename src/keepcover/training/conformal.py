@@ -134,13 +134,9 @@ class ConformalLoss(ABC):
         soft = ((tau - scores) / self.temperature).sigmoid()
         size = soft.sum(dim=1)
         total = (1 - soft.gather(1, truth)).mean() + self.size_weight * (size - self.free_size).clamp_min(0).mean()
-        hard = scores.detach() <= tau.detach()
-        return SoftSets(
-            (total + 1e-8).log() if self.log else total,
-            size.detach().mean(),
-            hard.sum(dim=1).double().mean(),
-            hard.gather(1, truth).double().mean(),
-        )
+        loss = (total + 1e-8).log() if self.log else total
+        hard = (scores.detach() <= tau.detach()).double()
+        return SoftSets(loss, size.detach().mean(), hard.sum(dim=1).mean(), hard.gather(1, truth).mean())
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,15 @@ from safetensors.torch import load as deserialize
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from keepcover.data.decode import SUFFIXES, decode
+from keepcover.data.decode import decode, images_among
 from keepcover.engine.fingerprint import fingerprint
 from keepcover.engine.progress import Progress
 from keepcover.errors import InputError
 from keepcover.models.checkpoints import weights_bytes
-from keepcover.models.denoiser import SPREAD, Denoiser, load_denoiser
+from keepcover.models.denoiser import SIGMAS, SPREAD, Denoiser, load_denoiser
+from keepcover.training.base import outputs_of
 from keepcover.training.loop import Loop, Objective, Say, checkpoint_for, write_results
-from keepcover.training.noise import outputs_of
-from keepcover.training.recipe import Recipe
+from keepcover.training.recipe import Recipe, check_numbers
 from keepcover.training.views import augment, half, padded_bytes, places
 
 HELD = 256  # images set aside, at most a tenth
@@ -48,7 +48,7 @@ class DenoiserRecipe:
         stability: weight of the classifier's divergence, where one is given, beside the squared error.
     """
 
-    sigmas: tuple[float, float] = (0.05, 1.0)
+    sigmas: tuple[float, float] = SIGMAS
     minutes: float | None = None
     steps: int | None = None
     crop: int = 128
@@ -67,8 +67,7 @@ class DenoiserRecipe:
             raise InputError(f"expected sigmas with 0 < smallest <= largest, got {low:g} and {high:g}")
         if (self.minutes is None) == (self.steps is None) or not (self.minutes or self.steps or 0) > 0:
             raise InputError(f"expected minutes or steps, one of them, above 0; got {self.minutes} and {self.steps}")
-        if self.crop < 1 or self.pixels < 1:
-            raise InputError(f"expected crop >= 1 and pixels >= 1, got {self.crop} and {self.pixels}")
+        check_numbers(self, ">= 1", "crop", "pixels")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -113,10 +112,7 @@ def _squares(spec: str | Path, size: int) -> Iterator[np.ndarray]:
         raise InputError(f"expected FOLDER@SIDE with the side of a tile in pixels, got {spec}")
     where = Path(path)
     listed = where.parent.glob(where.name) if "*" in where.name else where.rglob("*")
-    files = sorted(file for file in listed if file.name.lower().endswith(SUFFIXES) and not file.name.startswith("."))
-    if not files:
-        raise InputError(f"{path} holds no images; expected files that end in {', '.join(SUFFIXES)}")
-    for file in files:
+    for file in images_among(listed, path):
         pixels = decode(file, None, None)
         _, height, width = pixels.shape
         short = min(height, width)
@@ -135,14 +131,23 @@ def _squares(spec: str | Path, size: int) -> Iterator[np.ndarray]:
             yield pixels[:, top : top + side, left : left + side]
 
 
-def as_groups(images: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Images as bytes, one tensor [n, c, h, w] per size; floats in [0, 1] become bytes."""
-    listed = [images] if isinstance(images, Tensor) else list(images)
-    if not listed or any(group.ndim != 4 or not len(group) for group in listed):
+def _parts(images: Tensor | Sequence[Tensor], seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Images as bytes, one tensor [n, c, h, w] per size: those to train on, and those set aside, at most a tenth of each size."""
+    groups = [images] if isinstance(images, Tensor) else list(images)
+    if not groups or any(group.ndim != 4 or not len(group) for group in groups):
         raise InputError("expected images [n, c, h, w], or a list of such tensors, none of them empty")
-    if len({group.shape[1] for group in listed}) > 1:
-        raise InputError(f"expected one number of channels, got {sorted({group.shape[1] for group in listed})}")
-    return [group if group.dtype == torch.uint8 else padded_bytes(group, 0) for group in listed]
+    if len(channels := sorted({group.shape[1] for group in groups})) > 1:
+        raise InputError(f"expected one number of channels, got {channels}")
+    total, kept, held = sum(map(len, groups)), [], []
+    for group in groups:
+        pixels = group if group.dtype == torch.uint8 else padded_bytes(group, 0)
+        order = torch.randperm(len(group), generator=torch.Generator().manual_seed(seed))
+        aside = min(len(group) // 10, max(1, HELD * len(group) // total))
+        held.append(pixels[order[:aside]])
+        kept.append(pixels[order[aside:]])
+    if not sum(map(len, held)):
+        raise InputError(f"expected at least 10 images of one size, got {total}")
+    return kept, [group for group in held if len(group)]
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -171,18 +176,11 @@ class Denoising(Objective):
     """The loss of one step: crops of every size, each in proportion to the pixels that there are of it."""
 
     def __init__(
-        self,
-        network: Denoiser,
-        classifier: nn.Module | None,
-        groups: list[Tensor],
-        recipe: DenoiserRecipe,
-        compile: bool,
+        self, model: Denoiser, classifier: nn.Module | None, groups: list[Tensor], recipe: DenoiserRecipe, compile: bool
     ) -> None:
-        self.network, self.groups, self.recipe = network, groups, recipe
-        self.parameters, self.device = list(network.parameters()), groups[0].device
-        self.plain = _Loss(network, classifier, recipe.stability)
+        self.groups, self.recipe, self.device = groups, recipe, groups[0].device
         compiles = compile and self.device.type == "cuda" and len(groups) <= 4  # each size is compiled by itself
-        self.loss: Callable[..., Tensor] = torch.compile(self.plain, dynamic=False) if compiles else self.plain
+        super().__init__(model, [_Loss(model, classifier, recipe.stability)], compiles, dynamic=False)
         areas = [min(recipe.crop, group.shape[2]) * min(recipe.crop, group.shape[3]) for group in groups]
         total = sum(len(group) * area for group, area in zip(groups, areas, strict=True))
         self.shares = [len(group) * area / total for group, area in zip(groups, areas, strict=True)]
@@ -216,15 +214,8 @@ class Denoising(Objective):
         for group, share, count in zip(self.groups, self.shares, self.counts, strict=True):
             batch = self.batch(group, count)
             with half(self.device):
-                losses.append(share * self.loss(*batch))
+                losses.append(share * self.run[0](*batch))
         return torch.stack(losses).sum()
-
-    def state(self) -> dict[str, Tensor]:
-        return {f"denoiser.{name}": value for name, value in self.network.state_dict().items()}
-
-    def simplify(self) -> bool:
-        compiled, self.loss = self.loss is not self.plain, self.plain
-        return compiled
 
 
 @torch.inference_mode()
@@ -263,7 +254,7 @@ def train_denoiser(
     """
     out, device = Path(out), torch.device(device)
     checkpoint = checkpoint_for(out, resume)
-    groups, held = ([group.to(device) for group in some] for some in _parts(as_groups(images), recipe.seed))
+    groups, held = ([group.to(device) for group in some] for some in _parts(images, recipe.seed))
     torch.manual_seed(recipe.seed)
     network = _start(start, groups[0].shape[1], recipe).to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
     if classifier is not None:
@@ -303,20 +294,6 @@ def train_denoiser(
         "psnr_held_out": {f"{sigma:g}": round(psnr(network, held, sigma), 2) for sigma in JUDGED},
     }
     return write_results(out, content, card, seconds, device)
-
-
-def _parts(groups: list[Tensor], seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Images to train on, and those set aside: at most a tenth of each size."""
-    total = sum(map(len, groups))
-    kept, held = [], []
-    for group in groups:
-        order = torch.randperm(len(group), generator=torch.Generator().manual_seed(seed))
-        aside = min(len(group) // 10, max(1, HELD * len(group) // total))
-        held.append(group[order[:aside]])
-        kept.append(group[order[aside:]])
-    if not sum(map(len, held)):
-        raise InputError(f"expected at least 10 images of one size, got {total}")
-    return kept, [group for group in held if len(group)]
 
 
 def _start(start: str | Path | Denoiser | None, channels: int, recipe: DenoiserRecipe) -> Denoiser:

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,14 @@ from keepcover.errors import InputError
 from keepcover.guarantee import warn_of_coverage
 from keepcover.methods import Asked, Exact, Holdout
 from keepcover.methods.exact import HullRule
-from keepcover.models.checkpoints import weights_bytes
-from keepcover.models.heads import head_bytes, last_linear
+from keepcover.models.checkpoints import head_bytes, last_linear, weights_bytes
 from keepcover.noise import Gaussian, Threat
 from keepcover.tasks import Classification
 from keepcover.training.bank import FeatureBank
 from keepcover.training.base import check_logits
 from keepcover.training.conformal import RCT, ConformalLoss, ConfTr, ExactRCT, SoftSets
 from keepcover.training.loop import Loop, Objective, Say, checkpoint_for, write_results
-from keepcover.training.recipe import Recipe
+from keepcover.training.recipe import Recipe, check_numbers
 from keepcover.training.views import Device, Views
 
 
@@ -70,8 +70,8 @@ class SetLoss(Objective):
     """A conformal loss of a model's trainable parameters, on a bank of features or on fresh views."""
 
     def __init__(self, model: nn.Module, source: FeatureBank | Views, loss: ConformalLoss, recipe: HeadRecipe) -> None:
-        self.model, self.source, self.loss, self.recipe = model, source, loss, recipe
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        super().__init__(model)
+        self.source, self.loss, self.recipe = source, loss, recipe
 
     def state(self) -> dict[str, Tensor]:
         return {f"parameter.{i}": value for i, value in enumerate(self.parameters)}
@@ -191,9 +191,9 @@ class ConformalRequest:
             raise InputError(f"expected {', '.join(KINDS)}, got {self.kind!r}")
         if self.preset not in PRESETS:
             raise InputError(f"expected a preset among {', '.join(PRESETS)}, got {self.preset!r}")
-        if not (0 < self.sigma < math.inf and 0 <= self.epsilon < math.inf and 0 < self.alpha < 1):
-            found = f"{self.sigma}, {self.epsilon} and {self.alpha}"
-            raise InputError(f"expected a finite sigma > 0, a finite epsilon >= 0 and alpha in (0, 1), got {found}")
+        check_numbers(self, "> 0", "sigma")
+        check_numbers(self, ">= 0", "epsilon")
+        check_numbers(self, "in (0, 1)", "alpha")
         warn_of_coverage(self.alpha)
         if self.validation < 0:
             raise InputError(f"expected a number of validation images, got {self.validation}")
@@ -249,22 +249,15 @@ def train_conformal(
         raise InputError(f"{request.validation} validation images leave none of {len(data)} to train on")
     recipe = request.settings
     kept, held = data.split(len(data) - request.validation, -1, seed=recipe.seed)
-
-    def bank(images: Labelled, recipe: HeadRecipe, views: int = 1) -> FeatureBank:
-        return FeatureBank.build(model, images, recipe, views=views, device=device, progress=progress)
-
-    plain = replace(recipe, pad=0, flip=False)  # what sets are measured on is not augmented
-    source: FeatureBank | Views
-    if request.whole or request.fresh:
-        source, few = (
-            Views.of(kept, recipe, device),
-            bank(kept[:2000], recipe),
-        )  # the loss looks at a few features at most
-        judge = Views.of(held, plain, device) if request.validation else None
-    else:
-        source = few = bank(kept, recipe, request.views)
-        judge = bank(held, plain) if request.validation else None
-    loss, banked = request.loss(model, few), source is few
+    bank = partial(FeatureBank.build, model, device=device, progress=progress)
+    banked = not (request.whole or request.fresh)
+    # The loss looks at a few features at most: where training needs no bank a small one will do.
+    few = bank(kept, recipe, views=request.views) if banked else bank(kept[:2000], recipe, views=1)
+    source, judge = few if banked else Views.of(kept, recipe, device), None
+    if request.validation:
+        plain = replace(recipe, pad=0, flip=False)  # what sets are measured on is not augmented
+        judge = bank(held, plain, views=1) if banked else Views.of(held, plain, device)
+    loss = request.loss(model, few)
     history: list[dict[str, Any]] = []
 
     def log(entry: dict[str, Any]) -> None:

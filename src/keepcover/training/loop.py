@@ -11,7 +11,7 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,30 +51,34 @@ class Checkpoint:
         with refusing(f"{path} is not a readable checkpoint", *UNREADABLE, advice="delete it to start over"):
             state, facts = unpack(path)
         if facts.get("recipe") != json.loads(json.dumps(recipe)):
-            raise InputError(
-                f"{path} belongs to another recipe, other data or other base weights; delete it to start over, or train into another file"
-            )
+            other = "another recipe, other data or other base weights"
+            raise InputError(f"{path} belongs to {other}; delete it to start over, or train into another file")
         if {name: state[name].shape for name in state} != {name: expected[name].shape for name in expected}:
             raise InputError(f"{path} belongs to another architecture; delete it or train into another file")
         return cls(state, int(facts["epoch"]), int(facts["epochs"]), float(facts["seconds"]))
 
 
 class Objective(ABC):
-    """What a loop minimises over ``parameters``."""
+    """What a loop minimises over those parameters of a model that are not frozen."""
 
-    parameters: list[nn.Parameter]
+    def __init__(self, model: nn.Module, networks: Sequence[nn.Module] = (), compile: bool = False, **how: Any) -> None:
+        """``networks`` are those that a step runs, as ``run``: through the compiler (``how``) where asked."""
+        self.model, self.parameters = model, [one for one in model.parameters() if one.requires_grad]
+        self.plain = list(networks)
+        self.run: list[Any] = [torch.compile(one, **how) for one in networks] if compile else self.plain
 
     @abstractmethod
     def __call__(self, index: Tensor) -> Tensor:
         """The loss of the examples at ``index``."""
 
-    @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """Every tensor that a step changes: parameters, and running statistics where there are such."""
+        return {f"model.{name}": value for name, value in self.model.state_dict().items()}
 
     def simplify(self) -> bool:
         """Compute the same without a compiler from now on; False where there was none."""
-        return False
+        compiled, self.run = self.run is not self.plain, self.plain
+        return compiled
 
 
 class Loop:
@@ -112,11 +116,9 @@ class Loop:
         self.loss.copy_(loss.detach())
 
     def _simplify(self, error: Exception) -> bool:
-        done = self.objective.simplify()
-        if done:
-            self.say(
-                f"the compiled step failed ({type(error).__name__}: {reason(error)}); going on without the compiler"
-            )
+        if done := self.objective.simplify():
+            why = f"{type(error).__name__}: {reason(error)}"
+            self.say(f"the compiled step failed ({why}); going on without the compiler")
         return done
 
     def state(self) -> dict[str, Tensor]:
@@ -190,13 +192,9 @@ class Loop:
             with Bar(label, epochs * self.steps_per_epoch, progress) as bar:
                 bar.done = self.epoch * self.steps_per_epoch
                 while self.epoch < epochs:
-                    began, loss = time.monotonic(), self._run_epoch(bar)
+                    loss = self._run_epoch(bar)
                     if not math.isfinite(loss):
                         raise InputError(f"training diverged: the loss became {loss} in epoch {self.epoch}; lower lr")
-                    if self.epoch in (1, 2) and self.device.type == "cuda":  # the first includes the compiler
-                        took, left = time.monotonic() - began, epochs - self.epoch
-                        speed = self.steps_per_epoch * self.recipe.batch_size / took
-                        self.say(f"epoch {self.epoch}: {speed:,.0f} images/s, {took * left:.0f} s left")
                     each(loss)
                     now = time.monotonic()
                     if checkpoint and now - saved >= checkpoint_seconds and self.epoch < epochs:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 Step = Callable[[], None]
+State = Mapping[str, Tensor]
 
 
 class Sgd:
@@ -88,7 +89,7 @@ def clipped(gradients: tuple[Tensor, ...], length: float) -> list[Tensor]:
 class Average:
     """An exponential average of the floating-point tensors of ``state``, kept beside them."""
 
-    def __init__(self, state: Mapping[str, Tensor]) -> None:
+    def __init__(self, state: State) -> None:
         self.values = {name: value.detach().clone() for name, value in state.items()}
         self.smooth = [name for name, value in self.values.items() if value.is_floating_point()]
         self.weight = torch.ones((), device=next(iter(self.values.values())).device)
@@ -98,7 +99,7 @@ class Average:
         self.weight.fill_(max(1 / max(window, 1.0), 9 / (10 + done)))
 
     @torch.no_grad()
-    def step(self, state: Mapping[str, Tensor]) -> None:
+    def step(self, state: State) -> None:
         """Move towards ``state``."""
         mine = [self.values[name] for name in self.smooth]
         steps = torch._foreach_sub([state[name] for name in self.smooth], mine)
@@ -117,11 +118,7 @@ class Replayed:
     """
 
     def __init__(
-        self,
-        step: Step,
-        state: Callable[[], Mapping[str, Tensor]],
-        device: torch.device,
-        simplify: Callable[[Exception], bool],
+        self, step: Step, state: Callable[[], State], device: torch.device, simplify: Callable[[Exception], bool]
     ) -> None:
         self.step, self.state, self.device, self.simplify = step, state, device, simplify
         self._ready: Step | None = None
@@ -168,7 +165,7 @@ class Replayed:
 
 
 @torch.no_grad()
-def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
+def copy_into(target: State, source: State) -> None:
     """Copy values in place: a recorded step holds on to these very tensors."""
     for name, value in target.items():
         value.copy_(source[name])

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from keepcover.errors import InputError
 from keepcover.noise import Noise, get_noise
+
+RANGES: dict[str, Callable[[float], bool]] = {
+    ">= 0": lambda value: 0 <= value < math.inf,
+    "of 0 pixels or more": lambda value: value >= 0,
+    ">= 1": lambda value: 1 <= value < math.inf,
+    "> 0": lambda value: 0 < value < math.inf,
+    "in [0, 1]": lambda value: 0 <= value <= 1,
+    "in (0, 1)": lambda value: 0 < value < 1,
+}
+
+
+def check_numbers(recipe: object, words: str, *names: str) -> None:
+    """Refuse a recipe in which one of these numbers, where there is one, is not what the words say."""
+    for name in names:
+        value = getattr(recipe, name)
+        if value is not None and not RANGES[words](value):
+            raise InputError(f"expected finite {name.replace('_', ' ')} {words}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -55,19 +73,11 @@ class Recipe:
     clip: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (0 <= self.sigma < math.inf and 0 < self.lr < math.inf) or min(self.epochs, self.batch_size) < 1:
-            raise InputError(f"expected sigma >= 0, epochs >= 1, a batch size >= 1 and lr > 0, all finite, got {self}")
-        if self.pad < 0 or self.cutout < 0:
-            raise InputError(f"expected pad and cutout of 0 pixels or more, got {self.pad} and {self.cutout}")
-        if not all(0 <= share <= 1 for share in (self.cutmix, self.average, self.teacher_weight)):
-            raise InputError(
-                "expected shares in [0, 1] for cutmix, average and teacher_weight, got "
-                f"{self.cutmix}, {self.average} and {self.teacher_weight}"
-            )
-        if self.copies < 1 or not self.temperature > 0 or not (self.minutes is None or 0 < self.minutes < math.inf):
-            raise InputError(
-                f"expected copies >= 1, temperature > 0 and minutes > 0, got {self.copies}, {self.temperature}, {self.minutes}"
-            )
+        check_numbers(self, ">= 0", "sigma")
+        check_numbers(self, "of 0 pixels or more", "pad", "cutout")
+        check_numbers(self, ">= 1", "epochs", "batch_size", "copies")
+        check_numbers(self, "> 0", "lr", "temperature", "minutes")
+        check_numbers(self, "in [0, 1]", "cutmix", "average", "teacher_weight")
 
     @property
     def law(self) -> Noise:
