@@ -16,7 +16,7 @@ from urllib.parse import urljoin, urlsplit
 
 from keepcover.data.known import SOURCES, File, md5_of, source_of, state_of
 from keepcover.engine.progress import Bar, Progress
-from keepcover.errors import InputError, reason
+from keepcover.errors import InputError, refusing
 from keepcover.files import check_place, make_folder, target
 
 CHUNK = 1 << 18
@@ -96,15 +96,13 @@ def _receive(url: str, part: Path, size: int, timeout: float, progress: Progress
             answer.close()
             part.unlink(missing_ok=True)  # a server that sends another range is asked for all
             continue
-        try:
-            with answer, part.open("ab" if at else "wb") as out, Bar(part.stem, size - at, progress) as bar:
-                for chunk in _chunks(answer):
-                    out.write(chunk[: size - at - bar.done])
-                    bar.advance(len(chunk))
-                    if bar.done >= size - at:
-                        break
-        except OSError as error:
-            raise InputError(f"cannot write {part} ({reason(error)}); make room or choose another folder") from None
+        writing = refusing(f"cannot write {part}", OSError, advice="make room or choose another folder")
+        with writing, answer, part.open("ab" if at else "wb") as out, Bar(part.stem, size - at, progress) as bar:
+            for chunk in _chunks(answer):
+                out.write(chunk[: size - at - bar.done])
+                bar.advance(len(chunk))
+                if bar.done >= size - at:
+                    break
         if _size(part) <= have:
             break
     raise InputError(

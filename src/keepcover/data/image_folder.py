@@ -78,9 +78,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     dataset itself, or its :meth:`loader` for decoding in several processes, wherever keepcover takes data.
     """
 
-    def __init__(
-        self, root: Path, resize: int | None, crop: int | None, names: Path | None, flat: bool = False
-    ) -> None:
+    def __init__(self, root: Path, resize: int | None, crop: int | None, names: Path | None, flat: bool) -> None:
         self.root, self.resize, self.crop = root, resize, crop
         folders = ["."] if flat else _class_folders(root)
         self.class_names = () if flat else tuple(folders) if names is None else _read_names(names, folders)

@@ -76,10 +76,11 @@ def scenes(
 
 
 _File = tuple[Path, bytes | None]  # where it is, for messages; its content where it came from an archive
+_Pair = tuple[_File, _File]
 
 
 def _scene(
-    pair: tuple[_File, _File], size: tuple[int, int] | None, classes: int, ignore: int | None
+    pair: _Pair, size: tuple[int, int] | None, classes: int, ignore: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pixels [3, h, w] and indices [h, w], bytes both."""
     (path, content), (mask_path, mask_content) = pair
@@ -139,7 +140,7 @@ def _files(root: Path) -> dict[str, _File]:
     return found
 
 
-def _beside(root: Path) -> list[tuple[_File, _File]]:
+def _beside(root: Path) -> list[_Pair]:
     """Pairs of ``NAME/one`` and ``NAMEannot/one``."""
     images, masks = {}, {}
     for stem, file in _files(root).items():
@@ -151,7 +152,7 @@ def _beside(root: Path) -> list[tuple[_File, _File]]:
     return _matched(root, images, root, masks)
 
 
-def _matched(root: Path, images: dict[str, _File], other: Path, masks: dict[str, _File]) -> list[tuple[_File, _File]]:
+def _matched(root: Path, images: dict[str, _File], other: Path, masks: dict[str, _File]) -> list[_Pair]:
     for here, there, what, where in ((images, masks, "mask", other), (masks, images, "image", root)):
         lonely = sorted(set(here) - set(there))
         if lonely:

@@ -20,10 +20,7 @@ STAGES = (
 
 
 class _Same(nn.Conv2d):
-    """A convolution without bias whose border is TensorFlow's: the larger half at the end."""
-
-    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> None:
-        super().__init__(inputs, outputs, kernel, stride, bias=False, groups=groups)
+    """A convolution whose border is TensorFlow's: the larger half at the end."""
 
     def forward(self, input: Tensor) -> Tensor:
         (kernel, _), (stride, _) = self.kernel_size, self.stride
@@ -32,8 +29,9 @@ class _Same(nn.Conv2d):
         return super().forward(F.pad(input, pads) if any(pads) else input)
 
 
-def _norm(channels: int) -> nn.BatchNorm2d:
-    return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.01)
+def _normed(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> tuple[_Same, nn.BatchNorm2d]:
+    convolution = _Same(inputs, outputs, kernel, stride, groups=groups, bias=False)
+    return convolution, nn.BatchNorm2d(outputs, eps=1e-3, momentum=0.01)
 
 
 class _Inverted(nn.Module):
@@ -43,9 +41,9 @@ class _Inverted(nn.Module):
         super().__init__()
         inner = inputs * expand
         if expand != 1:
-            self._expand_conv, self._bn0 = _Same(inputs, inner, 1), _norm(inner)
-        self._depthwise_conv, self._bn1 = _Same(inner, inner, kernel, stride, groups=inner), _norm(inner)
-        self._project_conv, self._bn2 = _Same(inner, outputs, 1), _norm(outputs)
+            self._expand_conv, self._bn0 = _normed(inputs, inner, 1)
+        self._depthwise_conv, self._bn1 = _normed(inner, inner, kernel, stride, groups=inner)
+        self._project_conv, self._bn2 = _normed(inner, outputs, 1)
         self.expands, self.shortcut = expand != 1, stride == 1 and inputs == outputs
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,14 +66,14 @@ class EfficientNetLite0(nn.Module):
     def __init__(self, classes: int = 1000) -> None:
         super().__init__()
         self.normalize = Normalize((0.498,) * 3, (0.502,) * 3)
-        self._conv_stem, self._bn0 = _Same(3, 32, 3, 2), _norm(32)
+        self._conv_stem, self._bn0 = _normed(3, 32, 3, 2)
         blocks, inputs = [], 32
         for count, kernel, stride, expand, outputs in STAGES:
             for number in range(count):
                 blocks.append(_Inverted(inputs, outputs, kernel, 1 if number else stride, expand))
                 inputs = outputs
         self._blocks = nn.Sequential(*blocks)
-        self._conv_head, self._bn1 = _Same(inputs, 1280, 1), _norm(1280)
+        self._conv_head, self._bn1 = _normed(inputs, 1280, 1)
         self._fc = nn.Linear(1280, classes)
 
     def forward(self, images: Tensor) -> Tensor:

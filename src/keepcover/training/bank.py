@@ -13,8 +13,8 @@ from keepcover.data import Labelled
 from keepcover.engine.progress import Bar, Progress
 from keepcover.errors import InputError
 from keepcover.models.checkpoints import backbone, check_head_is_last, last_linear
-from keepcover.training.recipe import Recipe
-from keepcover.training.views import Device, Views
+from keepcover.training.recipe import Device, Recipe
+from keepcover.training.views import Views
 
 BATCH = 4096  # images that the backbone sees at a time
 

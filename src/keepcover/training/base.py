@@ -30,8 +30,8 @@ from keepcover.tasks.metrics import as_labels, check_labels
 from keepcover.training.loop import Loop, Objective, Say, checkpoint_for, write_results
 from keepcover.training.losses import CrossEntropy
 from keepcover.training.optimise import epoch_key
-from keepcover.training.recipe import SMALL, Recipe
-from keepcover.training.views import Device, Views, half
+from keepcover.training.recipe import SMALL, Device, Recipe
+from keepcover.training.views import Views, half
 
 
 class NoisyLoss(Objective):
@@ -212,7 +212,7 @@ def train_base(
     labels: bool = True,
     loss: CrossEntropy | None = None,
     compile: bool | None = None,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
     resume: bool = True,
     checkpoint_seconds: float = 30.0,
     progress: Progress = True,

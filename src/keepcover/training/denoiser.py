@@ -24,7 +24,7 @@ from keepcover.models.checkpoints import weights_bytes
 from keepcover.models.denoiser import SIGMAS, SPREAD, Denoiser, load_denoiser
 from keepcover.training.base import outputs_of
 from keepcover.training.loop import Loop, Objective, Say, checkpoint_for, write_results
-from keepcover.training.recipe import Recipe, check_numbers
+from keepcover.training.recipe import Device, Recipe
 from keepcover.training.views import augment, half, padded_bytes, places
 
 HELD = 256  # images set aside, at most a tenth
@@ -67,7 +67,8 @@ class DenoiserRecipe:
             raise InputError(f"expected sigmas with 0 < smallest <= largest, got {low:g} and {high:g}")
         if (self.minutes is None) == (self.steps is None) or not (self.minutes or self.steps or 0) > 0:
             raise InputError(f"expected minutes or steps, one of them, above 0; got {self.minutes} and {self.steps}")
-        check_numbers(self, ">= 1", "crop", "pixels")
+        if self.crop < 1 or self.pixels < 1:
+            raise InputError(f"expected crop >= 1 and pixels >= 1, got {self.crop} and {self.pixels}")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -240,7 +241,7 @@ def train_denoiser(
     start: str | Path | Denoiser | None = None,
     classifier: nn.Module | None = None,
     towards: str = "",
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
     compile: bool = True,
     resume: bool = True,
     progress: Progress = True,

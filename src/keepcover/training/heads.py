@@ -32,8 +32,8 @@ from keepcover.training.bank import FeatureBank
 from keepcover.training.base import check_logits
 from keepcover.training.conformal import RCT, ConformalLoss, ConfTr, ExactRCT, SoftSets
 from keepcover.training.loop import Loop, Objective, Say, checkpoint_for, write_results
-from keepcover.training.recipe import Recipe, check_numbers
-from keepcover.training.views import Device, Views
+from keepcover.training.recipe import Device, Recipe
+from keepcover.training.views import Views
 
 
 @dataclass(frozen=True)
@@ -191,9 +191,9 @@ class ConformalRequest:
             raise InputError(f"expected {', '.join(KINDS)}, got {self.kind!r}")
         if self.preset not in PRESETS:
             raise InputError(f"expected a preset among {', '.join(PRESETS)}, got {self.preset!r}")
-        check_numbers(self, "> 0", "sigma")
-        check_numbers(self, ">= 0", "epsilon")
-        check_numbers(self, "in (0, 1)", "alpha")
+        if not (0 < self.sigma < math.inf and 0 <= self.epsilon < math.inf and 0 < self.alpha < 1):
+            found = f"{self.sigma}, {self.epsilon} and {self.alpha}"
+            raise InputError(f"expected a finite sigma > 0, a finite epsilon >= 0 and alpha in (0, 1), got {found}")
         warn_of_coverage(self.alpha)
         if self.validation < 0:
             raise InputError(f"expected a number of validation images, got {self.validation}")
@@ -207,7 +207,7 @@ class ConformalRequest:
     def loss(self, model: nn.Module, bank: FeatureBank) -> ConformalLoss:
         """The loss; the exact one takes the rule that the model's scores before training call for."""
         preset = PRESETS[self.preset]
-        shared = {"size_weight": preset.size_weight, "free_size": preset.free_size, "alpha": self.alpha}
+        shared: dict[str, Any] = {"size_weight": preset.size_weight, "free_size": preset.free_size, "alpha": self.alpha}
         if self.kind == "exact":
             rule = matched_rule(model, bank, self)
             return ExactRCT(**shared, c=rule.c, kappa=rule.kappa, level=rule.level)

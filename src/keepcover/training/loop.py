@@ -24,7 +24,7 @@ from keepcover.errors import InputError, reason, refusing
 from keepcover.files import check_folder, write_file
 from keepcover.sealing import UNREADABLE, pack, unpack
 from keepcover.training.optimise import AdamW, Average, Replayed, Sgd, clipped, copy_into, epoch_key
-from keepcover.training.recipe import Recipe
+from keepcover.training.recipe import Device, Recipe
 
 Say = Callable[[str], None]
 
@@ -89,9 +89,7 @@ class Loop:
         epoch: how many are done.
     """
 
-    def __init__(
-        self, objective: Objective, recipe: Recipe, count: int, device: torch.device | str, say: Say = print
-    ) -> None:
+    def __init__(self, objective: Objective, recipe: Recipe, count: int, device: Device, say: Say = print) -> None:
         if count < recipe.batch_size:
             raise InputError(f"expected at least one batch of {recipe.batch_size} images, got {count}")
         self.objective, self.recipe, self.fixed = objective, recipe, recipe
@@ -222,7 +220,7 @@ def checkpoint_for(out: Path, resume: bool) -> Path:
 
 
 def write_results(
-    out: Path, content: bytes, card: Mapping[str, Any], seconds: float, device: torch.device
+    out: Path, content: bytes, card: dict[str, Any], seconds: float, device: torch.device
 ) -> dict[str, Any]:
     """Write trained weights and, beside them, their card with cost and checksum; the checkpoint has done its service."""
     cuda = device.type == "cuda"

@@ -20,16 +20,14 @@ class Sgd:
 
     Example:
         >>> weight = torch.tensor([1.0])
-        >>> sgd = Sgd([weight], momentum=0.0, weight_decay=0.0)
+        >>> sgd = Sgd([weight], momentum=0.0, weight_decay=0.0, nesterov=False)
         >>> _ = sgd.lr.fill_(0.5)
         >>> sgd.step([torch.tensor([1.0])])
         >>> weight
         tensor([0.5000])
     """
 
-    def __init__(
-        self, parameters: Iterable[Tensor], momentum: float, weight_decay: float, nesterov: bool = False
-    ) -> None:
+    def __init__(self, parameters: Iterable[Tensor], momentum: float, weight_decay: float, nesterov: bool) -> None:
         self.parameters = list(parameters)
         self.momentum, self.weight_decay, self.nesterov = momentum, weight_decay, nesterov
         self.velocity = [torch.zeros_like(parameter) for parameter in self.parameters]

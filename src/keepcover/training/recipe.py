@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from keepcover.errors import InputError
 from keepcover.noise import Noise, get_noise
 
-RANGES: dict[str, Callable[[float], bool]] = {
-    ">= 0": lambda value: 0 <= value < math.inf,
-    "of 0 pixels or more": lambda value: value >= 0,
-    ">= 1": lambda value: 1 <= value < math.inf,
-    "> 0": lambda value: 0 < value < math.inf,
-    "in [0, 1]": lambda value: 0 <= value <= 1,
-    "in (0, 1)": lambda value: 0 < value < 1,
-}
-
-
-def check_numbers(recipe: object, words: str, *names: str) -> None:
-    """Refuse a recipe in which one of these numbers, where there is one, is not what the words say."""
-    for name in names:
-        value = getattr(recipe, name)
-        if value is not None and not RANGES[words](value):
-            raise InputError(f"expected finite {name.replace('_', ' ')} {words}, got {value}")
+Device = torch.device | str
 
 
 @dataclass(frozen=True)
@@ -73,11 +59,17 @@ class Recipe:
     clip: float = 0.0
 
     def __post_init__(self) -> None:
-        check_numbers(self, ">= 0", "sigma")
-        check_numbers(self, "of 0 pixels or more", "pad", "cutout")
-        check_numbers(self, ">= 1", "epochs", "batch_size", "copies")
-        check_numbers(self, "> 0", "lr", "temperature", "minutes")
-        check_numbers(self, "in [0, 1]", "cutmix", "average", "teacher_weight")
+        if not (0 <= self.sigma < math.inf and 0 < self.lr < math.inf) or min(self.epochs, self.batch_size) < 1:
+            found = f"{self.sigma}, {self.epochs}, {self.batch_size} and {self.lr}"
+            raise InputError(f"expected sigma >= 0, epochs >= 1, a batch size >= 1 and lr > 0, all finite, got {found}")
+        if self.pad < 0 or self.cutout < 0:
+            raise InputError(f"expected pad and cutout of 0 pixels or more, got {self.pad} and {self.cutout}")
+        shares = self.cutmix, self.average, self.teacher_weight
+        if not all(0 <= share <= 1 for share in shares):
+            raise InputError(f"expected shares in [0, 1] for cutmix, average and teacher_weight, got {shares}")
+        if self.copies < 1 or not self.temperature > 0 or not (self.minutes is None or 0 < self.minutes < math.inf):
+            found = f"{self.copies}, {self.temperature} and {self.minutes}"
+            raise InputError(f"expected copies >= 1, temperature > 0 and minutes > 0, got {found}")
 
     @property
     def law(self) -> Noise:

@@ -12,9 +12,7 @@ from keepcover.data import Labelled
 from keepcover.engine.inputs import extremes
 from keepcover.errors import InputError
 from keepcover.noise import Noise
-from keepcover.training.recipe import Recipe
-
-Device = torch.device | str
+from keepcover.training.recipe import Device, Recipe
 
 
 def half(device: torch.device) -> torch.autocast:
@@ -39,9 +37,7 @@ def padded_bytes(images: Tensor, pad: int) -> Tensor:
     return nn.functional.pad((images * 255).round().to(torch.uint8), [pad] * 4)
 
 
-def places(
-    count: int, size: Sequence[int], room: Sequence[int], flip: bool, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def places(count: int, size: Sequence[int], room: Sequence[int], flip: bool, device: Device) -> tuple[Tensor, Tensor]:
     """Rows [count, h, 1] and columns [count, 1, w] of random crops of ``size``, mirrored at random; ``room`` is how far they move."""
     height, width = size
     corner = [torch.randint(0, most + 1, (count, 1), device=device) for most in room]
