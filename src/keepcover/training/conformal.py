@@ -111,12 +111,9 @@ class ConformalLoss(ABC):
     strength: float = 0.1
     log: bool = True
 
-    shift = 0.0  # of the threshold
-
-    @property
-    def quantile(self) -> float:
-        """At which the threshold is taken."""
-        return 1 - self.alpha
+    def threshold(self, known: Float[Tensor, " h"]) -> Tensor:
+        """Of the sets, from the calibration statistics of true labels."""
+        return soft_quantile(known, 1 - self.alpha, self.strength)
 
     @abstractmethod
     def scores(self, logits: Float[Tensor, "b n k"]) -> tuple[Float[Tensor, "b k"], Float[Tensor, "b k"]]:
@@ -129,7 +126,7 @@ class ConformalLoss(ABC):
             raise InputError(f"every batch is split in two: expected at least 2 examples, got {len(logits)}")
         calibration, scores = self.scores(logits)
         known = calibration[:half].gather(1, labels[:half, None])[:, 0]
-        tau = soft_quantile(known, self.quantile, self.strength) + self.shift
+        tau = self.threshold(known)
         scores, truth = scores[half:], labels[half:, None]
         soft = ((tau - scores) / self.temperature).sigmoid()
         size = soft.sum(dim=1)
@@ -164,9 +161,8 @@ class RCT(ConformalLoss):
 
     r: float = 0.5
 
-    @property
-    def shift(self) -> float:  # type: ignore[override]
-        return self.r
+    def threshold(self, known: Float[Tensor, " h"]) -> Tensor:
+        return super().threshold(known) + self.r
 
     def scores(self, logits: Float[Tensor, "b n k"]) -> tuple[Tensor, Tensor]:
         scores = torch.special.ndtri((1 - logits.softmax(dim=-1).mean(dim=1)).clamp(1e-7, 1 - 1e-7))
@@ -189,9 +185,8 @@ class ExactRCT(ConformalLoss):
     level: float = 0.1
     temperature: float = 1.0
 
-    @property
-    def quantile(self) -> float:
-        return 1 - self.level
+    def threshold(self, known: Float[Tensor, " h"]) -> Tensor:
+        return soft_quantile(known, 1 - self.level, self.strength)
 
     def scores(self, logits: Float[Tensor, "b n k"]) -> tuple[Tensor, Tensor]:
         draws = logits.shape[1]

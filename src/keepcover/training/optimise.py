@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -119,14 +120,12 @@ class Replayed:
         self, step: Step, state: Callable[[], State], device: torch.device, simplify: Callable[[Exception], bool]
     ) -> None:
         self.step, self.state, self.device, self.simplify = step, state, device, simplify
-        self._ready: Step | None = None
 
     def __call__(self) -> None:
-        if self._ready is None:
-            self._ready = self._rehearse()
-        self._ready()
+        self._rehearsed()
 
-    def _rehearse(self) -> Step:
+    @cached_property
+    def _rehearsed(self) -> Step:
         # Detached: a clone that remembers its parameter would tie the recording to the stream it was made on.
         kept = {name: value.detach().clone() for name, value in self.state().items()}
         devices = [self.device] if self.device.type == "cuda" else []
