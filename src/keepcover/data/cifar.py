@@ -64,10 +64,9 @@ def _find(name: str, where: Path, part: str, verify: bool) -> tuple[str, dict[st
             return _in_archive(name, path, part, verify)
     if missing:
         raise InputError(f"{missing[0]} is missing; extract the official archive of {name} again, or keep it beside")
-    raise InputError(
-        f"found no {name} at {where}: expected a folder {' or '.join(s.folder for s in forms)}, or an archive "
-        f"{' or '.join(s.files[0].name for s in forms)}; `keepcover data {name} --out DIR` downloads one"
-    )
+    folders, archives = (" or ".join(names) for names in zip(*((form.folder, form.files[0].name) for form in forms)))
+    expected = f"expected a folder {folders}, or an archive {archives}"
+    raise InputError(f"found no {name} at {where}: {expected}; `keepcover data {name} --out DIR` downloads one")
 
 
 def _in_archive(name: str, path: Path, part: str, verify: bool) -> tuple[str, dict[str, bytes]]:

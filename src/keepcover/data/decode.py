@@ -70,9 +70,8 @@ def decode(path: Path, resize: int | None, crop: int | None) -> UInt8[np.ndarray
         if crop is not None:
             width, height = rgb.size
             if min(width, height) < crop:
-                raise InputError(
-                    f"{path} has {width} x {height} pixels, too few for a centre of {crop} x {crop}; resize images first (resize=)"
-                )
+                small = f"{path} has {width} x {height} pixels, too few for a centre of {crop} x {crop}"
+                raise InputError(f"{small}; resize images first (resize=)")
             left, top = round((width - crop) / 2), round((height - crop) / 2)
             rgb = rgb.crop((left, top, left + crop, top + crop))
         return np.ascontiguousarray(np.asarray(rgb, np.uint8).transpose(2, 0, 1))
@@ -80,7 +79,5 @@ def decode(path: Path, resize: int | None, crop: int | None) -> UInt8[np.ndarray
 
 def _refuse_large(path: Path, size: tuple[int, int]) -> None:
     if size[0] * size[1] > MOST_PIXELS:
-        raise InputError(
-            f"{path} would have {size[0]} x {size[1]} pixels, more than {MOST_PIXELS >> 20} million: too large to be decoded; "
-            "shrink or remove it"
-        )
+        large = f"{path} would have {size[0]} x {size[1]} pixels, more than {MOST_PIXELS >> 20} million"
+        raise InputError(f"{large}: too large to be decoded; shrink or remove it")

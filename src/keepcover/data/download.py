@@ -87,10 +87,8 @@ def _receive(url: str, part: Path, size: int, timeout: float, progress: Progress
                 continue
             raise InputError(f"{url} answered {error.code} {error.reason}; try another mirror") from None
         except (OSError, http.client.HTTPException) as error:
-            raise InputError(
-                f"cannot reach {url} ({getattr(error, 'reason', error)}). Where there is no network, download it elsewhere and "
-                f"put it at {part.with_suffix('')}"
-            ) from None
+            advice = f"Where there is no network, download it elsewhere and put it at {part.with_suffix('')}"
+            raise InputError(f"cannot reach {url} ({getattr(error, 'reason', error)}). {advice}") from None
         at = have if answer.status == 206 else 0
         if answer.status == 206 and not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
             answer.close()
@@ -105,10 +103,8 @@ def _receive(url: str, part: Path, size: int, timeout: float, progress: Progress
                     break
         if _size(part) <= have:
             break
-    raise InputError(
-        f"{url} ended after {_size(part)} of {size} bytes; they are kept in {part}, and the same command continues "
-        "from there"
-    )
+    ended = f"{url} ended after {_size(part)} of {size} bytes"
+    raise InputError(f"{ended}; they are kept in {part}, and the same command continues from there")
 
 
 def _size(part: Path) -> int:

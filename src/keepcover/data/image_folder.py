@@ -104,10 +104,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         """One image as bytes."""
         found = decode(self.path(index), self.resize, self.crop)
         if found.shape != self.shape:
-            raise InputError(
-                f"{self.path(index)} has {found.shape[2]} x {found.shape[1]} pixels, {self.path(0)} has {self.shape[2]} x "
-                f"{self.shape[1]}; give resize and crop, or make all images of one size"
-            )
+            here, first = (f"{width} x {height}" for _, height, width in (found.shape, self.shape))
+            both = f"{self.path(index)} has {here} pixels, {self.path(0)} has {first}"
+            raise InputError(f"{both}; give resize and crop, or make all images of one size")
         return torch.from_numpy(found)
 
     def __getitem__(self, index: int) -> tuple[Float[Tensor, "3 h w"], int]:
@@ -149,10 +148,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         """All images as tensors in memory, for small folders."""
         images = len(self) * int(np.prod(self.shape)) * 4
         if images > most_bytes:
-            raise InputError(
-                f"{len(self)} images of {self.shape[2]} x {self.shape[1]} pixels take {images / 2**30:.1f} GiB, more than "
-                f"{most_bytes / 2**30:.1f}; read them as they are needed with loader(), or choose a smaller crop"
-            )
+            taken = f"{len(self)} images of {self.shape[2]} x {self.shape[1]} pixels take {images / 2**30:.1f} GiB"
+            advice = "read them as they are needed with loader(), or choose a smaller crop"
+            raise InputError(f"{taken}, more than {most_bytes / 2**30:.1f}; {advice}")
         out = torch.empty(len(self), *self.shape)
         with Bar("decoding", len(self), progress) as bar:
             for batch, _ in self.loader(workers=workers):

@@ -71,10 +71,9 @@ class _Machine:
         self.seen: set[int] = set()
 
     def refuse(self, what: str) -> NoReturn:
-        raise InputError(
-            f"{self.source}: {what} at byte {self.at} is refused: only plain data are read, and no official file has it. "
-            "Nothing was run; get the file again from its official address"
-        )
+        why = "only plain data are read, and no official file has it. Nothing was run"
+        advice = "get the file again from its official address"
+        raise InputError(f"{self.source}: {what} at byte {self.at} is refused: {why}; {advice}")
 
     def run(self) -> Any:
         if len(self.data) > MOST_BYTES:

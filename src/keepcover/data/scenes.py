@@ -66,10 +66,9 @@ def scenes(
         for row, pair in enumerate(pairs):
             image, mask = _scene(pair, size, len(names), ignore)
             if mask.shape != first:
-                raise InputError(
-                    f"{pair[0][0]} has {mask.shape[1]} x {mask.shape[0]} pixels, {pairs[0][0][0]} has {first[1]} x {first[0]}; "
-                    "make all of one size, or give size"
-                )
+                here, there = (f"{width} x {height}" for height, width in (mask.shape, first))
+                both = f"{pair[0][0]} has {here} pixels, {pairs[0][0][0]} has {there}"
+                raise InputError(f"{both}; make all of one size, or give size")
             pixels[row], truth[row] = torch.from_numpy(image) / 255, torch.from_numpy(mask)
             bar.advance()
     return Labelled(root.resolve().stem, pixels, truth, names)
@@ -94,10 +93,9 @@ def _scene(
         indices = np.asarray(mask)
         unknown = [value for value in np.unique(indices).tolist() if value >= classes and value != ignore]
         if unknown:
-            raise InputError(
-                f"{mask_path} has the index {unknown[0]}, expected 0 to {classes - 1}"
-                f"{'' if ignore is None else f', or {ignore} for pixels without a label'}; name all classes, or give ignore"
-            )
+            ignored = "" if ignore is None else f", or {ignore} for pixels without a label"
+            found = f"{mask_path} has the index {unknown[0]}, expected 0 to {classes - 1}{ignored}"
+            raise InputError(f"{found}; name all classes, or give ignore")
         kinds, image = pillow().Resampling, image.convert("RGB")
         if size is not None:
             image, mask = image.resize(size, kinds.BOX), mask.resize(size, kinds.NEAREST)

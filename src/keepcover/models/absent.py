@@ -91,10 +91,9 @@ def masked(model: nn.Module, band: int | None = None) -> nn.Module:
     first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     normal = getattr(model, "normalize", None)
     if type(normal) is not Normalize or first is None:
-        raise InputError(
-            f"expected a network with its Normalize as model.normalize and convolutions, got {type(model).__name__}; put "
-            "keepcover.models.Filled before it, or train one that reads NaN as absent"
-        )
+        wanted = "a network with its Normalize as model.normalize and convolutions"
+        advice = "put keepcover.models.Filled before it, or train one that reads NaN as absent"
+        raise InputError(f"expected {wanted}, got {type(model).__name__}; {advice}")
     numbers = tuple(normal.mean.flatten().tolist()), tuple(normal.std.flatten().tolist())
     shown = Shown(*numbers) if band is None else Strip(band, *numbers)
     model.normalize = shown.to(normal.mean.device)

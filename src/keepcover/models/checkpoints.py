@@ -69,9 +69,9 @@ def load_weights(model: nn.Module, path: str | Path, new_head: bool = False) -> 
         raise InputError(f"{path} does not fit {type(model).__name__}: {', '.join(found)}")
     for name, value in given.items():
         if own[name].shape != value.shape:
+            expected = f"{type(model).__name__} expects {tuple(own[name].shape)}"
             raise InputError(
-                f"{path}: {name} has shape {tuple(value.shape)}, {type(model).__name__} expects {tuple(own[name].shape)}; "
-                "is the number of classes right?"
+                f"{path}: {name} has shape {tuple(value.shape)}, {expected}; is the number of classes right?"
             )
     model.load_state_dict({name: value.to(own[name].dtype) for name, value in given.items()}, strict=False)
     return model.eval()
@@ -142,10 +142,9 @@ def check_head_is_last(model: nn.Module, images: Tensor) -> None:
     finally:
         hook.remove()
     if len(given) != 1 or given[0].ndim != 2 or not torch.equal(given[0], wanted):
-        raise InputError(
-            f"{type(model).__name__} does something after its last linear layer, or uses it elsewhere; its backbone cannot be "
-            "frozen by itself: train the whole network, or make the linear layer the last step"
-        )
+        found = f"{type(model).__name__} does something after its last linear layer, or uses it elsewhere"
+        advice = "train the whole network, or make the linear layer the last step"
+        raise InputError(f"{found}; its backbone cannot be frozen by itself: {advice}")
 
 
 def head_bytes(model: nn.Module) -> bytes:

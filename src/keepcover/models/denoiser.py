@@ -57,10 +57,8 @@ class Denoiser(Trunk):
         """``sigma`` is one number, or one per image [n]."""
         if images.ndim != 4 or images.shape[1] not in ((1, 3) if self.channels == 3 else (self.channels,)):
             takes = "3 channels, or 1 for grey" if self.channels == 3 else f"{self.channels} channels"
-            raise InputError(
-                f"this denoiser takes images [n, c, h, w] of {takes}, got {list(images.shape)}; train one on images of that "
-                "kind: keepcover train denoiser"
-            )
+            misfit = f"this denoiser takes images [n, c, h, w] of {takes}, got {list(images.shape)}"
+            raise InputError(f"{misfit}; train one on images of that kind: keepcover train denoiser")
         grey = images.shape[1] < self.channels
         sigma = torch.as_tensor(sigma, dtype=images.dtype, device=images.device).reshape(-1, 1)
         spread = (sigma**2 + SPREAD**2).sqrt()[..., None, None]
@@ -112,17 +110,16 @@ class Denoised(nn.Module):
             return self
         low, high = self.denoiser.sigmas
         if noise.sigma and not low <= noise.sigma <= high:
-            warn(
-                f"the denoiser was trained at sigma {low:g} to {high:g} and has never seen sigma {noise.sigma:g}; expect "
-                "large sets. Choose sigma in that range, or train a denoiser for it (keepcover train denoiser)"
-            )
+            unseen = f"the denoiser was trained at sigma {low:g} to {high:g} and has never seen sigma {noise.sigma:g}"
+            advice = "Choose sigma in that range, or train a denoiser for it (keepcover train denoiser)"
+            warn(f"{unseen}; expect large sets. {advice}")
         return Denoised(self.denoiser, self.classifier, noise.sigma)
 
     def forward(self, images: Tensor) -> Tensor:
         if not self.bound:
+            advice = "give it to calibrate, evaluate or Smoother as it is, not inside another module, and they bind it"
             raise InputError(
-                "a denoised model must know the noise: give it to calibrate, evaluate or Smoother as it is, not inside another "
-                "module, and they bind it; or run model.under_noise(Gaussian(sigma))"
+                f"a denoised model must know the noise: {advice}; or run model.under_noise(Gaussian(sigma))"
             )
         return self.classifier(self.denoiser(images, self.sigma) if self.denoises else images)
 

@@ -104,10 +104,8 @@ def outputs_of(model: nn.Module, images: Tensor) -> Tensor:
     with refusing(f"{kind} cannot take images of shape {shape}", *MISFITS, advice=advice):
         outputs = model.eval()(images)
     if not isinstance(outputs, Tensor):
-        raise InputError(
-            f"expected logits [n, classes], or [n, classes, h, w] of pixels, got {type(outputs).__name__} from {kind}; wrap it in "
-            "a module that returns the logits alone"
-        )
+        found = f"{type(outputs).__name__} from {kind}; wrap it in a module that returns the logits alone"
+        raise InputError(f"expected logits [n, classes], or [n, classes, h, w] of pixels, got {found}")
     return outputs
 
 
@@ -176,10 +174,8 @@ def check_logits(model: nn.Module, data: Labelled, device: Device) -> None:
     found = tuple(outputs_of(model.to(device), images).shape)
     wanted = (len(images), classes, *data.labels.shape[1:])
     if found != wanted:
-        raise InputError(
-            f"expected logits of shape {wanted} for {len(images)} images of {data.name} with {classes} "
-            f"classes, got {found} from {type(model).__name__}"
-        )
+        given = f"{len(images)} images of {data.name} with {classes} classes"
+        raise InputError(f"expected logits of shape {wanted} for {given}, got {found} from {type(model).__name__}")
 
 
 @torch.inference_mode()

@@ -270,10 +270,8 @@ def train_conformal(
     options: dict[str, Any] = {"checkpoint": checkpoint, "belongs": belongs, "progress": progress}
     trained = train_for_sets(model, source, loss, recipe, whole=request.whole, validation=judge, log=log, **options)
     if history and history[-1]["hard_size"] >= len(data.class_names) - 1e-6:
-        say(
-            "warning: every set still holds every label; training is stuck on a plateau. Keep the old last layer as a start, or "
-            "lower the learning rate"
-        )
+        stuck = "every set still holds every label; training is stuck on a plateau"
+        say(f"warning: {stuck}. Keep the old last layer as a start, or lower the learning rate")
     content = weights_bytes(trained, {"base": base}) if request.whole else head_bytes(trained)
     card = {
         "base": base,

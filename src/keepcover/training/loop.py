@@ -157,10 +157,8 @@ class Loop:
         copy_into(self.state(), kept)
         epochs = max(1, int(0.97 * left / (each * self.steps_per_epoch)))  # a little is for judging and writing
         self.fixed = replace(self.recipe, epochs=epochs)
-        self.say(
-            f"{self.recipe.batch_size / each:,.0f} images/s after {now - self.start:.0f} s; {epochs} epochs fit into the "
-            f"{max(0.0, left):.0f} s that are left"
-        )
+        speed = f"{self.recipe.batch_size / each:,.0f} images/s after {now - self.start:.0f} s"
+        self.say(f"{speed}; {epochs} epochs fit into the {max(0.0, left):.0f} s that are left")
 
     def run(
         self,

@@ -36,10 +36,9 @@ class CrossEntropy:
         several = truth.dtype == torch.bool
         wanted = outputs.shape if several else (outputs.shape[0], *outputs.shape[2:])
         if tuple(truth.shape) != tuple(wanted):
-            raise InputError(
-                f"expected labels of shape {list(wanted)} for outputs {list(outputs.shape)}, got {list(truth.shape)} "
-                f"({truth.dtype}): one label [n], one per pixel [n, h, w], or bool [n, classes] for several"
-            )
+            shapes = f"shape {list(wanted)} for outputs {list(outputs.shape)}, got {list(truth.shape)} ({truth.dtype})"
+            kinds = "one label [n], one per pixel [n, h, w], or bool [n, classes] for several"
+            raise InputError(f"expected labels of {shapes}: {kinds}")
         weights = None if self.weights is None else torch.tensor(self.weights, device=outputs.device)
         if several:
             return F.binary_cross_entropy_with_logits(outputs, truth.float(), weights, reduction="none").mean(dim=1)

@@ -30,10 +30,8 @@ def padded_bytes(images: Tensor, pad: int) -> Tensor:
     low, high = extremes(images) if images.is_floating_point() else (math.nan, math.nan)
     if not (low > -0.5 / 255 and high < 255.5 / 255):
         found = f"values in [{low:.3g}, {high:.3g}]" if images.is_floating_point() else str(images.dtype)
-        raise InputError(
-            f"expected float images in [0, 1], the units of sigma, got {found}; divide 8-bit pixels by 255, and put any other "
-            "normalisation inside the model"
-        )
+        advice = "divide 8-bit pixels by 255, and put any other normalisation inside the model"
+        raise InputError(f"expected float images in [0, 1], the units of sigma, got {found}; {advice}")
     return nn.functional.pad((images * 255).round().to(torch.uint8), [pad] * 4)
 
 
