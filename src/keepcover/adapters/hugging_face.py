@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from keepcover.errors import InputError, optional, refusing
-from keepcover.models.small_cnn import Normalize
+from keepcover.models.inputs import Normalize
 
 MOST_JSON = 1 << 22  # bytes of a settings file; 22 000 classes take 1 MB
 MOST_LABELS = 100_000

@@ -1,12 +1,10 @@
 """Networks. Normalisation is inside every model, so that epsilon and sigma are in pixel units."""
 
-from keepcover.models.absent import Filled, Shown, Strip, masked
 from keepcover.models.checkpoints import backbone, find_weights, last_linear, load_head, load_weights
 from keepcover.models.denoiser import Denoised, Denoiser, denoised, load_denoiser
-from keepcover.models.efficientnet_lite import EfficientNetLite0
+from keepcover.models.inputs import Filled, Normalize, Shown, Strip, masked
 from keepcover.models.names import NAMES, is_named, network
-from keepcover.models.resnets import CifarResNet, Mirrored, ResNet50, WideResNet
-from keepcover.models.small_cnn import Normalize, SmallCNN
+from keepcover.models.networks import CifarResNet, EfficientNetLite0, Mirrored, ResNet50, SmallCNN, WideResNet
 from keepcover.models.unet import UNet
 
 __all__ = [

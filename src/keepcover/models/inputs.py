@@ -1,7 +1,8 @@
-"""Networks that see what is absent: NaN in images, -1 among tokens, as :class:`keepcover.noise.Ablation` leaves it.
+"""The first layer of a network: its normalisation, and what is absent.
 
-An ordinary network would give NaN, which is refused, and would not know zero from black. :func:`masked` gives a network with its
-normalisation inside one more input channel; :class:`Filled` serves any other.
+Absent is NaN in images, -1 among tokens, as :class:`keepcover.noise.Ablation` leaves it. An ordinary network would give NaN,
+which is refused, and would not know zero from black. :func:`masked` gives a network with its normalisation inside one more
+input channel; :class:`Filled` serves any other.
 """
 
 from __future__ import annotations
@@ -10,8 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from keepcover.errors import InputError
-from keepcover.models.small_cnn import Normalize, PerChannel
 from keepcover.noise.ablation import ABSENT
+
+PerChannel = tuple[float, ...]
+
+
+class Normalize(nn.Module):
+    """(x - mean) / std per channel, as the model's first layer: epsilon and sigma stay in pixel units outside."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: PerChannel, std: PerChannel) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return (images - self.mean) / self.std
 
 
 class Shown(Normalize):
