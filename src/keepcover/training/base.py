@@ -235,8 +235,7 @@ def train_base(
         views.labels, teachers = None, {"itself, without noise": copy.deepcopy(model).requires_grad_(False)}
     for network in (model, *teachers.values()):
         network.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if compile is None:
-        compile = device.type == "cuda" and "wrn-" in architecture
+    compile = device.type == "cuda" and "wrn-" in architecture if compile is None else compile
     origin = {"start": start, "teachers": {name: fingerprint(network) for name, network in teachers.items()}}
     noisy = NoisyLoss(model, views, list(teachers.values()), of_clean=not labels, compile=compile, loss=loss)
     loop = Loop(noisy, recipe, len(train), device, say)

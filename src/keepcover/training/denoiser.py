@@ -222,14 +222,12 @@ class Denoising(Objective):
 @torch.inference_mode()
 def psnr(denoiser: Denoiser, groups: Sequence[Tensor], sigma: float, seed: int = 0) -> float:
     """Decibels of the denoised images of all groups."""
-    total, count, generator = 0.0, 0, torch.Generator().manual_seed(seed)
-    for group in groups:
-        for part in group.split(32):
-            clean = part.float() / 255
-            noise = torch.randn(clean.shape, generator=generator).to(clean.device)
-            total += float(((denoiser(clean + sigma * noise, sigma) - clean) ** 2).sum())
-            count += clean.numel()
-    return -10 * math.log10(total / count)
+    total, generator = 0.0, torch.Generator().manual_seed(seed)
+    for part in (part for group in groups for part in group.split(32)):
+        clean = part.float() / 255
+        noise = torch.randn(clean.shape, generator=generator).to(clean.device)
+        total += float(((denoiser(clean + sigma * noise, sigma) - clean) ** 2).sum())
+    return -10 * math.log10(total / sum(group.numel() for group in groups))
 
 
 def train_denoiser(
