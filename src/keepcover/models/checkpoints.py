@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ def find_weights(name: str | Path) -> Path:
         if found := next(filter(Path.is_file, files), None):
             return found
     known = ", ".join(sorted(file.stem for folder in folders for file in folder.glob("*.safetensors")))
-    advice = f"no weights at {name}; give a path, or set KEEPCOVER_WEIGHTS to their folder"
-    raise InputError(f"{advice}. Known by name here: {known or 'none'}")
+    missing = f"no weights at {name}; give a path, or set KEEPCOVER_WEIGHTS to their folder"
+    raise InputError(f"{missing}. Known by name here: {known or 'none'}")
 
 
 def load_weights(model: nn.Module, path: str | Path, new_head: bool = False) -> nn.Module:
@@ -56,7 +57,7 @@ def load_weights(model: nn.Module, path: str | Path, new_head: bool = False) -> 
         raise InputError(f"{path} holds no state dict of tensors")
     own = model.state_dict()
     # Prefixes are stripped only where that helps: a plain nn.Sequential has a layer called "1." of its own.
-    plain = {_plain(name): value for name, value in state.items()}
+    plain = {re.sub(r"^((module|1)\.)+", "", name): value for name, value in state.items()}
     given = state if len(set(state) - set(own)) <= len(set(plain) - set(own)) else plain
     constants = {name for name in own if name.split(".")[0] == "normalize"}
     if new_head:
@@ -69,10 +70,8 @@ def load_weights(model: nn.Module, path: str | Path, new_head: bool = False) -> 
         raise InputError(f"{path} does not fit {type(model).__name__}: {', '.join(found)}")
     for name, value in given.items():
         if own[name].shape != value.shape:
-            expected = f"{type(model).__name__} expects {tuple(own[name].shape)}"
-            raise InputError(
-                f"{path}: {name} has shape {tuple(value.shape)}, {expected}; is the number of classes right?"
-            )
+            shapes = f"{tuple(value.shape)}, {type(model).__name__} expects {tuple(own[name].shape)}"
+            raise InputError(f"{path}: {name} has shape {shapes}; is the number of classes right?")
     model.load_state_dict({name: value.to(own[name].dtype) for name, value in given.items()}, strict=False)
     return model.eval()
 
@@ -91,12 +90,6 @@ def _torch_file(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise InputError(f"{path} holds more than tensors and is refused; save its state dict as safetensors") from None
-
-
-def _plain(name: str) -> str:
-    while name.startswith(("module.", "1.")):
-        name = name.split(".", 1)[1]
-    return name
 
 
 # -- the last linear layer: what conformal training replaces -----------------------------------------------------------
