@@ -12,7 +12,7 @@ from benchmarks.timing import Options, Row, SkippedError, beside, in_turn
 from keepcover import Predictor, Smoother, calibrate
 from keepcover.errors import InputError
 from keepcover.models import SmallCNN
-from keepcover.training.noise import fit_under_noise
+from keepcover.training.base import fit_under_noise
 
 Parts = tuple[tuple[Tensor, Tensor], Tensor]
 

@@ -171,7 +171,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def presets_table() -> str:
     """The hyper-parameters of conformal training, from the code."""
-    from keepcover.training.run import PRESETS
+    from keepcover.training.heads import PRESETS
 
     rows = [
         [

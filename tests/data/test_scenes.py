@@ -116,6 +116,7 @@ def test_other_refusals(tmp_path: Path) -> None:
     refused("no folder or archive", tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     refused("holds no images", tmp_path / "empty")
+    refused("holds no images", archive(tmp_path / "empty.tar", count=0))
     (tmp_path / "text.tar").write_text("no archive")
     refused("not a complete tar archive", tmp_path / "text.tar")
     content = archive(tmp_path / "whole.tar").read_bytes()

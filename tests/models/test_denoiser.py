@@ -20,7 +20,7 @@ from keepcover import Gaussian, InputError, KeepcoverWarning, Laplace, Smoother,
 from keepcover.attacks import NoisyModel
 from keepcover.models import Denoised, Denoiser, SmallCNN, load_denoiser
 from keepcover.models.checkpoints import weights_bytes
-from keepcover.models.denoiser import BUNDLED, denoiser_bytes
+from keepcover.models.denoiser import BUNDLED
 from keepcover.specs import load_model
 from keepcover.training.denoiser import DenoiserRecipe, read_images, train_denoiser
 from tests.cli.runner import as_json, refused
@@ -92,7 +92,7 @@ def test_other_channels_are_refused(small: Denoiser, shape: tuple[int, ...]) -> 
 
 def test_a_file_says_which_network_it_holds(small: Denoiser, tmp_path: Path) -> None:
     file = tmp_path / "own.safetensors"
-    file.write_bytes(denoiser_bytes(small))
+    file.write_bytes(weights_bytes(small, small.about))
     read, images = load_denoiser(file), torch.rand(2, 3, 16, 16)
     assert (read.sigmas, read.widths) == (small.sigmas, small.widths)
     torch.testing.assert_close(read(images, 0.25), small(images, 0.25), atol=0.01, rtol=0.01)
@@ -182,6 +182,14 @@ def test_training_removes_noise(tmp_path: Path) -> None:
     less, more = replace(recipe, steps=30, lr=3e-3), tmp_path / "more.safetensors"
     again = train_denoiser(photographs(), less, more, start=tmp_path / "own.safetensors", say=lambda _: None)
     assert again["psnr_held_out"]["0.25"] > card["psnr_held_out"]["0.25"]
+
+
+def test_training_by_minutes_takes_as_many_steps_as_fit(tmp_path: Path) -> None:
+    recipe = DenoiserRecipe(minutes=1e-3, pixels=2**9)
+    card = train_denoiser(
+        photographs(), recipe, tmp_path / "own.safetensors", start=Denoiser(**SMALL), say=lambda _: None
+    )
+    assert card["steps"] == 100  # at least one epoch
 
 
 def test_training_towards_a_classifier_keeps_its_outputs(tmp_path: Path) -> None:

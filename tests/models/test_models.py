@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from keepcover.errors import InputError
 from keepcover.models import CifarResNet, Normalize, ResNet50, SmallCNN, is_named, load_weights, network
 from keepcover.models.checkpoints import weights_bytes
-from keepcover.models.cifar_resnet import MEAN, STD
+from keepcover.models.networks import CIFAR
+
+MEAN, STD = CIFAR
 
 
 def small(classes: int = 3, seed: int = 0) -> CifarResNet:

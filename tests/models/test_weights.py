@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from keepcover.engine.fingerprint import fingerprint
 from keepcover.errors import InputError
 from keepcover.models import CifarResNet, last_linear, load_head, load_weights, network
-from keepcover.training.heads import HeadRecipe
+from keepcover.training.heads import ConformalRequest, HeadRecipe
 from keepcover.training.recipe import Recipe
-from keepcover.training.run import ConformalRequest
 from tests.conftest import ASSETS
 
 FOLDER = Path(__file__).resolve().parents[2] / "weights"

@@ -34,7 +34,7 @@ from keepcover.store.cluster import Cluster
 from keepcover.store.cluster.ray import Pool, Recipe
 from keepcover.store.folder import Filling
 from keepcover.store.key import data_fingerprint
-from keepcover.training.noise import fit_under_noise
+from keepcover.training.base import fit_under_noise
 from tests.noise.test_cpu import angle, squared_radius
 from tests.serve.serving import make_predictor
 from tests.store.test_engines import Ray

@@ -26,7 +26,7 @@ from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError
 from keepcover.evaluation import Attacked, InMemory, Row, evaluate_entries
 from keepcover.models import CifarResNet, ResNet50, backbone, last_linear
-from keepcover.models.heads import head_bytes
+from keepcover.models.checkpoints import head_bytes
 from keepcover.noise import Gaussian, Stream
 from keepcover.paper.reproduce import show
 from keepcover.paper.reproduce.figures import FIGURES

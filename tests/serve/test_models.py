@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from keepcover.cli import main
 from keepcover.data import digits
 from keepcover.models import SmallCNN, last_linear
-from keepcover.models.heads import head_bytes
+from keepcover.models.checkpoints import head_bytes
 from keepcover.serve import Deployment, Settings
 from keepcover.training import fit_under_noise
 

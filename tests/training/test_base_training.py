@@ -18,11 +18,9 @@ from keepcover.data import Labelled, digits
 from keepcover.errors import InputError
 from keepcover.models import SmallCNN, load_weights
 from keepcover.models.checkpoints import weights_bytes
-from keepcover.training.base import noisy_accuracy, train_base
-from keepcover.training.loop import Loop
-from keepcover.training.noise import NoisyLoss
+from keepcover.training.base import NoisyLoss, noisy_accuracy, train_base
+from keepcover.training.loop import Checkpoint, Loop
 from keepcover.training.recipe import Recipe
-from keepcover.training.resume import Checkpoint
 from keepcover.training.views import Views, augment, boxes, places
 
 RECIPE = Recipe(sigma=0.25, epochs=6, batch_size=64, lr=0.05, warmup_epochs=1, pad=1, flip=False)

@@ -16,16 +16,22 @@ from keepcover.data import Labelled, digits
 from keepcover.engine.fingerprint import fingerprint
 from keepcover.errors import InputError
 from keepcover.models import SmallCNN, backbone, find_weights, last_linear, load_head, load_weights
-from keepcover.models.heads import check_head_is_last, head_bytes
+from keepcover.models.checkpoints import check_head_is_last, head_bytes
 from keepcover.noise import Gaussian, Threat
 from keepcover.training import fit_under_noise
 from keepcover.training.bank import FeatureBank
 from keepcover.training.conformal import RCT, ConfTr, ExactRCT
-from keepcover.training.heads import HeadRecipe, train_for_sets
+from keepcover.training.heads import (
+    PRESETS,
+    ConformalRequest,
+    HeadRecipe,
+    matched_rule,
+    train_conformal,
+    train_for_sets,
+)
+from keepcover.training.loop import Checkpoint
 from keepcover.training.optimise import AdamW, Sgd, epoch_key
 from keepcover.training.recipe import Recipe
-from keepcover.training.resume import Checkpoint
-from keepcover.training.run import PRESETS, ConformalRequest, matched_rule, train_conformal
 from keepcover.training.views import Views
 
 QUICK = HeadRecipe(0.25, epochs=3, batch_size=100, pad=0, flip=False)

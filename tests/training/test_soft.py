@@ -12,8 +12,7 @@ from scipy.special import ndtri
 from torch import Tensor
 
 from keepcover.errors import InputError
-from keepcover.training.conformal import RCT, ConfTr, ExactRCT
-from keepcover.training.soft import isotonic, soft_quantile, soft_sort
+from keepcover.training.conformal import RCT, ConfTr, ExactRCT, isotonic, soft_quantile, soft_sort
 
 vectors = st.lists(st.floats(-5, 5, allow_nan=False, width=32), min_size=1, max_size=24)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from keepcover.errors import InputError, optional, refusing
-from keepcover.models.small_cnn import Normalize
+from keepcover.models.inputs import Normalize
 
 Channels = Sequence[float] | None
 

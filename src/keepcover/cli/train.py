@@ -20,8 +20,8 @@ from keepcover.models.denoiser import load_denoiser
 from keepcover.specs import has_labels, load_model, load_parts, parts_by
 from keepcover.training.base import train_base
 from keepcover.training.denoiser import DenoiserRecipe, read_images, train_denoiser
+from keepcover.training.heads import PRESETS, ConformalRequest, train_conformal
 from keepcover.training.recipe import Recipe, recommended
-from keepcover.training.run import PRESETS, ConformalRequest, train_conformal
 
 train = typer.Typer(
     help="Train base models under noise, or last layers for small prediction sets.",

@@ -49,8 +49,7 @@ def read_members(path: Path, wanted: Callable[[str], bool], most: int) -> dict[s
                     continue
                 if name in found:
                     raise InputError(f"{path} holds {name} twice; it is not the official archive")
-                stream = archive.extractfile(member)
-                found[name] = stream.read() if stream else b""
+                found[name] = archive.extractfile(member).read()  # type: ignore[union-attr]
                 if len(found[name]) != member.size:
                     raise InputError(f"{path} ends within {name}; get it again")
     return found

@@ -54,10 +54,8 @@ class Labelled:
     def split(self, *sizes: int, seed: int = 0) -> tuple[Labelled, ...]:
         """Random disjoint parts of the given sizes; the last may be -1 for the rest."""
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
-        last = len(self) - sum(sizes[:-1]) if sizes[-1] == -1 else sizes[-1]
-        if min(*sizes[:-1], last, 0) < 0 or sum(sizes[:-1]) + last > len(self):
-            raise InputError(
-                f"cannot split {len(self)} examples of {self.name} into parts of {', '.join(map(str, sizes))}"
-            )
-        parts = order[: sum(sizes[:-1]) + last].split([*sizes[:-1], last])
-        return tuple(self[part] for part in parts)
+        lengths = [*sizes[:-1], len(self) - sum(sizes[:-1]) if sizes[-1] == -1 else sizes[-1]]
+        if min(lengths) < 0 or sum(lengths) > len(self):
+            parts = ", ".join(map(str, sizes))
+            raise InputError(f"cannot split {len(self)} examples of {self.name} into parts of {parts}")
+        return tuple(self[part] for part in order[: sum(lengths)].split(lengths))

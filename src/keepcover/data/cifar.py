@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from jaxtyping import Int, UInt8
 
 from keepcover.data.archive import read_members
 from keepcover.data.base import Labelled
-from keepcover.data.known import CLASSES, SOURCES, check_md5, md5_of
+from keepcover.data.known import CLASSES, SOURCES, Source, check_md5, md5_of
 from keepcover.data.plain_pickle import loads
 from keepcover.errors import InputError, refusing
 
@@ -35,15 +36,15 @@ def cifar(name: str, folder: str | Path, part: str = "test", verify: bool = True
         raise InputError(f"expected cifar10 or cifar100 and train or test, got {name!r} and {part!r}")
     with refusing(f"cannot read {name} at {folder}", OSError):
         form, files = _find(name, Path(folder), part, verify)
-    pixels, labels = zip(*(_decode(name, form, content, where) for where, content in files.items()))
+    decode = _decode_binary if form == "binary" else _decode_python
+    pixels, labels = zip(*(_checked(name, where, *decode(name, content, where)) for where, content in files.items()))
     images = torch.from_numpy(np.concatenate(pixels)).reshape(-1, 3, 32, 32).float() / 255
     return Labelled(name, images, torch.from_numpy(np.concatenate(labels)), CLASSES[name])
 
 
-def _files(name: str, form: str, part: str) -> list[str]:
+def _names(source: Source, part: str) -> list[str]:
     """The files of one part, in the order of their images."""
-    every = [file.name for file in SOURCES[name][form].inside]
-    return every[-1:] if part == "test" else every[:-1]
+    return [file.name for file in source.inside[slice(-1, None) if part == "test" else slice(-1)]]
 
 
 def _find(name: str, where: Path, part: str, verify: bool) -> tuple[str, dict[str, bytes]]:
@@ -51,48 +52,41 @@ def _find(name: str, where: Path, part: str, verify: bool) -> tuple[str, dict[st
     missing: list[Path] = []
     for form, source in SOURCES[name].items():
         for base in source.homes(where):
-            paths = [base / file for file in _files(name, form, part)]
+            paths = [base / file for file in _names(source, part)]
             absent = [path for path in paths if not path.is_file()]
             if not absent:
                 return form, {str(path): path.read_bytes() for path in paths}
             if len(absent) < len(paths) or (base.name == source.folder and base.is_dir()):
                 missing += absent
     forms = SOURCES[name].values()
-    for path in [where] if where.is_file() else [source.places(where)[0] for source in forms]:
+    for path in [where] if where.is_file() else [where / source.files[0].name for source in forms]:
         if path.is_file():
             return _in_archive(name, path, part, verify)
     if missing:
         raise InputError(f"{missing[0]} is missing; extract the official archive of {name} again, or keep it beside")
-    raise InputError(
-        f"found no {name} at {where}: expected a folder {' or '.join(s.folder for s in forms)}, or an archive "
-        f"{' or '.join(s.files[0].name for s in forms)}; `keepcover data {name} --out DIR` downloads one"
-    )
+    folders, archives = (" or ".join(names) for names in zip(*((form.folder, form.files[0].name) for form in forms)))
+    expected = f"expected a folder {folders}, or an archive {archives}"
+    raise InputError(f"found no {name} at {where}: {expected}; `keepcover data {name} --out DIR` downloads one")
 
 
 def _in_archive(name: str, path: Path, part: str, verify: bool) -> tuple[str, dict[str, bytes]]:
+    forms = SOURCES[name]
     if verify:
-        official = {source.files[0].name: source.files[0].md5 for source in SOURCES[name].values()}
-        found = md5_of(path)
-        if found not in official.values():
-            check_md5(path, found, official.get(path.name, next(iter(official.values()))))
-    wanted = {
-        form: [f"{source.folder}/{file}" for file in _files(name, form, part)] for form, source in SOURCES[name].items()
-    }
-    every = {member for members in wanted.values() for member in members}
-    content = read_members(path, every.__contains__, MOST_BYTES)
+        likely = sorted((source.files[0] for source in forms.values()), key=lambda file: file.name != path.name)
+        check_md5(path, md5_of(path), *(file.md5 for file in likely))
+    wanted = {form: [f"{source.folder}/{file}" for file in _names(source, part)] for form, source in forms.items()}
+    content = read_members(path, {*chain(*wanted.values())}.__contains__, MOST_BYTES)
     for form, members in wanted.items():
         if content.keys() >= set(members):
             return form, {f"{path}, {member}": content[member] for member in members}
-    raise InputError(
-        f"{path} does not hold {wanted['binary'][0]} or {wanted['python'][0]}; is it the archive of {name}?"
-    )
+    firsts = " or ".join(members[0] for members in wanted.values())
+    raise InputError(f"{path} does not hold {firsts}; is it the archive of {name}?")
 
 
 # -- one file ----------------------------------------------------------------------------------------------------------
 
 
-def _decode(name: str, form: str, content: bytes, where: str) -> Rows:
-    pixels, labels = (_decode_binary if form == "binary" else _decode_python)(name, content, where)
+def _checked(name: str, where: str, pixels: np.ndarray, labels: np.ndarray) -> Rows:
     classes = len(CLASSES[name])
     bad = [label for label in (int(labels.max()), int(labels.min())) if not 0 <= label < classes]
     if bad:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,15 @@ def pillow() -> Any:
     from PIL import Image
 
     return Image
+
+
+def images_among(paths: Iterable[Path], where: str | Path) -> list[Path]:
+    """The files that end like images, in order; names that begin with a dot are passed over."""
+    found = (path for path in paths if path.name.lower().endswith(SUFFIXES) and not path.name.startswith("."))
+    images = sorted(path for path in found if path.is_file())
+    if not images:
+        raise InputError(f"{where} holds no images; expected files that end in {', '.join(SUFFIXES)}")
+    return images
 
 
 @contextmanager
@@ -61,9 +70,8 @@ def decode(path: Path, resize: int | None, crop: int | None) -> UInt8[np.ndarray
         if crop is not None:
             width, height = rgb.size
             if min(width, height) < crop:
-                raise InputError(
-                    f"{path} has {width} x {height} pixels, too few for a centre of {crop} x {crop}; resize images first (resize=)"
-                )
+                small = f"{path} has {width} x {height} pixels, too few for a centre of {crop} x {crop}"
+                raise InputError(f"{small}; resize images first (resize=)")
             left, top = round((width - crop) / 2), round((height - crop) / 2)
             rgb = rgb.crop((left, top, left + crop, top + crop))
         return np.ascontiguousarray(np.asarray(rgb, np.uint8).transpose(2, 0, 1))
@@ -71,7 +79,5 @@ def decode(path: Path, resize: int | None, crop: int | None) -> UInt8[np.ndarray
 
 def _refuse_large(path: Path, size: tuple[int, int]) -> None:
     if size[0] * size[1] > MOST_PIXELS:
-        raise InputError(
-            f"{path} would have {size[0]} x {size[1]} pixels, more than {MOST_PIXELS >> 20} million: too large to be decoded; "
-            "shrink or remove it"
-        )
+        large = f"{path} would have {size[0]} x {size[1]} pixels, more than {MOST_PIXELS >> 20} million"
+        raise InputError(f"{large}: too large to be decoded; shrink or remove it")

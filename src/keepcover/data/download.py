@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
-from keepcover.data.known import SOURCES, File, md5_of, official_md5, owner_of, source_of
+from keepcover.data.known import SOURCES, File, md5_of, source_of, state_of
 from keepcover.engine.progress import Bar, Progress
-from keepcover.errors import InputError, reason
+from keepcover.errors import InputError, refusing
 from keepcover.files import check_place, make_folder, target
 
 CHUNK = 1 << 18
@@ -49,10 +49,10 @@ def download(
     address = source.address if mirror is None else mirror.rstrip("/") + "/"
     if urlsplit(address).scheme not in ("http", "https"):
         raise InputError(f"expected an address that begins with http:// or https://, got {address!r}")
-    places = source.places(Path(folder))
+    home = make_folder(Path(folder) if source.inside else Path(folder) / source.folder)
+    places = [home / file.name for file in source.files]
     for file, place in zip(source.files, places):
-        make_folder(place.parent)
-        if not (place.is_file() and _state(place, file) == "verified"):
+        if not (place.is_file() and state_of(place, file) == "verified"):
             check_place(place)
             _fetch(urljoin(address, file.name), target(place), file, timeout, progress)
     return places
@@ -67,9 +67,8 @@ def _fetch(url: str, place: Path, file: File, timeout: float, progress: Progress
             part.replace(place)
             return
         part.unlink()
-    raise InputError(
-        f"{url} gave a file with the MD5 sum {found}, the official one has {file.md5}; it was deleted. Try another mirror"
-    )
+    sums = f"{url} gave a file with the MD5 sum {found}, the official one has {file.md5}"
+    raise InputError(f"{sums}; it was deleted. Try another mirror")
 
 
 def _receive(url: str, part: Path, size: int, timeout: float, progress: Progress) -> None:
@@ -88,30 +87,24 @@ def _receive(url: str, part: Path, size: int, timeout: float, progress: Progress
                 continue
             raise InputError(f"{url} answered {error.code} {error.reason}; try another mirror") from None
         except (OSError, http.client.HTTPException) as error:
-            raise InputError(
-                f"cannot reach {url} ({getattr(error, 'reason', error)}). Where there is no network, download it elsewhere and "
-                f"put it at {part.with_suffix('')}"
-            ) from None
+            advice = f"Where there is no network, download it elsewhere and put it at {part.with_suffix('')}"
+            raise InputError(f"cannot reach {url} ({getattr(error, 'reason', error)}). {advice}") from None
+        at = have if answer.status == 206 else 0
         if answer.status == 206 and not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
             answer.close()
             part.unlink(missing_ok=True)  # a server that sends another range is asked for all
             continue
-        at = have if answer.status == 206 else 0
-        try:
-            with answer, part.open("ab" if at else "wb") as out, Bar(part.stem, size - at, progress) as bar:
-                for chunk in _chunks(answer):
-                    out.write(chunk[: size - at - bar.done])
-                    bar.advance(len(chunk))
-                    if bar.done >= size - at:
-                        break
-        except OSError as error:
-            raise InputError(f"cannot write {part} ({reason(error)}); make room or choose another folder") from None
+        writing = refusing(f"cannot write {part}", OSError, advice="make room or choose another folder")
+        with writing, answer, part.open("ab" if at else "wb") as out, Bar(part.stem, size - at, progress) as bar:
+            for chunk in _chunks(answer):
+                out.write(chunk[: size - at - bar.done])
+                bar.advance(len(chunk))
+                if bar.done >= size - at:
+                    break
         if _size(part) <= have:
             break
-    raise InputError(
-        f"{url} ended after {_size(part)} of {size} bytes; they are kept in {part}, and the same command continues "
-        "from there"
-    )
+    ended = f"{url} ended after {_size(part)} of {size} bytes"
+    raise InputError(f"{ended}; they are kept in {part}, and the same command continues from there")
 
 
 def _size(part: Path) -> int:
@@ -148,7 +141,7 @@ def inventory(name: str, folder: str | Path) -> list[Found]:
         expected += [(file, home) for file in source.inside for home in homes]
         for file, home in expected:
             paths = [home / name for name in file.names if (home / name).is_file()]
-            found += [Found(path, form, file, _state(path, file)) for path in paths]
+            found += [Found(path, form, file, state_of(path, file)) for path in paths]
             if (part := home / f"{file.name}.part").is_file():
                 found.append(Found(part, form, file, "unfinished"))
     return found
@@ -159,11 +152,3 @@ def complete_forms(name: str, found: list[Found]) -> list[str]:
     verified = {one.file for one in found if one.state == "verified"}
     ways = {form: (source.files, source.inside) for form, source in SOURCES[name].items()}
     return [form for form, ways_in in ways.items() if any(files and verified.issuperset(files) for files in ways_in)]
-
-
-def _state(path: Path, file: File) -> str:
-    found, expected = official_md5(path, file)
-    if found == expected:
-        return "verified"
-    owner = owner_of(found)
-    return f"this is {owner}" if owner else "damaged"

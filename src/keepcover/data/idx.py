@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import math
 import zlib
 from pathlib import Path
 
@@ -32,51 +33,41 @@ def idx(name: str, folder: str | Path, part: str = "test", verify: bool = True) 
     if name not in ("mnist", "fashion-mnist") or part not in ("train", "test"):
         raise InputError(f"expected mnist or fashion-mnist and train or test, got {name!r} and {part!r}")
     files = SOURCES[name]["binary"].files[slice(0, 2) if part == "train" else slice(2, 4)]
-    paths = [_find(name, Path(folder), file) for file in files]
-    images, labels = (
-        _read(path, dimensions, file.content if verify else None)
-        for path, dimensions, file in zip(paths, (3, 1), files)
-    )
+    read = (_read(name, Path(folder), file, dimensions, verify) for file, dimensions in zip(files, (3, 1)))
+    (images_at, images), (labels_at, labels) = read
     if len(images) != len(labels):
-        found = f"{paths[0]} has {len(images)} images, {paths[1]} has {len(labels)} labels"
+        found = f"{images_at} has {len(images)} images, {labels_at} has {len(labels)} labels"
         raise InputError(f"{found}; download them again")
     if int(labels.max()) >= len(CLASSES[name]):
-        raise InputError(f"{paths[1]} holds a label {int(labels.max())}, {name} has 10 classes; download it again")
+        raise InputError(f"{labels_at} holds a label {int(labels.max())}, {name} has 10 classes; download it again")
     pixels = torch.from_numpy(images)[:, None].float() / 255
     return Labelled(name, pixels, torch.from_numpy(labels).long(), CLASSES[name])
 
 
-def _find(name: str, root: Path, file: File) -> Path:
-    found = SOURCES[name]["binary"].find(root, file)
-    if found is None:
+def _read(name: str, root: Path, file: File, dimensions: int, verify: bool) -> tuple[Path, np.ndarray]:
+    """Where a file lies, and its uint8 array; its header says 0, 0, 8 (unsigned bytes), the number of dimensions, and their sizes."""
+    places = (home / one for home in SOURCES[name]["binary"].homes(root) for one in file.names)
+    path, head = next(filter(Path.is_file, places), None), 4 + 4 * dimensions
+    if path is None:
         looked = f"found no {file.name} of {name} at {root} or in its folder {name}"
         raise InputError(f"{looked}; `keepcover data {name} --out {root}` downloads it")
-    return found
-
-
-def _read(path: Path, dimensions: int, md5: str | None) -> np.ndarray:
-    """A uint8 array; its header says 0, 0, 8 (unsigned bytes), the number of dimensions, and their sizes.
-
-    ``md5`` is the sum that header and values should have.
-    """
-    head = 4 + 4 * dimensions
     with (
         refusing(f"{path} cannot be read", OSError, EOFError, zlib.error, advice="download it again"),
         gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream,
     ):
         header = stream.read(head)
-        shape = [int(size) for size in np.frombuffer(header[4:], ">u4")] if len(header) == head else []
-        if header[:4] != bytes([0, 0, 8, dimensions]) or not shape:
+        if header[:4] != bytes([0, 0, 8, dimensions]) or len(header) < head:
             start = header[:4].hex()
             raise InputError(f"{path} is no IDX file of {dimensions}-dimensional bytes; its start is {start}")
+        shape = np.frombuffer(header[4:], ">u4").tolist()
         if not 1 <= shape[0] <= MOST_IMAGES or shape[1:] != [SIDE] * (dimensions - 1):
             expected = " x ".join(["n", *["28"] * (dimensions - 1)])
             raise InputError(f"{path} says it holds {' x '.join(map(str, shape))} values, expected {expected}")
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         content = stream.read(size + 1)
     if len(content) != size:
         more = "more" if len(content) > size else f"{len(content)}"
         raise InputError(f"{path} says it holds {size} values and has {more}; download it again")
-    if md5 is not None:
-        check_md5(path, hashlib.md5(header + content, usedforsecurity=False).hexdigest(), md5)
-    return np.frombuffer(content, np.uint8).reshape(shape).copy()
+    if verify:
+        check_md5(path, hashlib.md5(header + content, usedforsecurity=False).hexdigest(), file.content)
+    return path, np.frombuffer(content, np.uint8).reshape(shape).copy()

@@ -59,9 +59,8 @@ def image_folder(
         if value is not None and value < 1:
             raise InputError(f"expected {option} to be at least 1 pixel, or None for none, got {value}")
     if resize is not None and crop is not None and crop > resize:
-        raise InputError(
-            f"a centre of {crop} pixels does not fit in images whose shorter side is {resize}; enlarge resize"
-        )
+        misfit = f"a centre of {crop} pixels does not fit in images whose shorter side is {resize}"
+        raise InputError(f"{misfit}; enlarge resize")
     pillow()
     return ImageFolder(Path(path), resize, crop, None if names is None else Path(names), flat)
 
@@ -79,22 +78,19 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     dataset itself, or its :meth:`loader` for decoding in several processes, wherever keepcover takes data.
     """
 
-    def __init__(
-        self, root: Path, resize: int | None, crop: int | None, names: Path | None, flat: bool = False
-    ) -> None:
+    def __init__(self, root: Path, resize: int | None, crop: int | None, names: Path | None, flat: bool) -> None:
         self.root, self.resize, self.crop = root, resize, crop
         folders = ["."] if flat else _class_folders(root)
         self.class_names = () if flat else tuple(folders) if names is None else _read_names(names, folders)
         self._files: list[tuple[str, int]] = []  # path under the root, bytes
-        counts = []
-        seen = {_identity(root.stat()): "."}
-        for folder in folders:
+        labels, seen = [], {root.resolve(): "."}
+        for label, folder in enumerate(folders):
             listed = sorted(_images_in(root, folder, seen))
             if not listed:
                 raise InputError(f"{root / folder} holds no images; remove it, or put images of that class there")
             self._files += listed
-            counts.append(len(listed))
-        self.labels = torch.arange(len(folders)).repeat_interleave(torch.tensor(counts))
+            labels += [label] * len(listed)
+        self.labels = torch.tensor(labels)
         self.shape = (3, crop, crop) if crop else decode(self.path(0), resize, crop).shape
 
     def __len__(self) -> int:
@@ -108,10 +104,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         """One image as bytes."""
         found = decode(self.path(index), self.resize, self.crop)
         if found.shape != self.shape:
-            raise InputError(
-                f"{self.path(index)} has {found.shape[2]} x {found.shape[1]} pixels, {self.path(0)} has {self.shape[2]} x "
-                f"{self.shape[1]}; give resize and crop, or make all images of one size"
-            )
+            here, first = (f"{width} x {height}" for _, height, width in (found.shape, self.shape))
+            both = f"{self.path(index)} has {here} pixels, {self.path(0)} has {first}"
+            raise InputError(f"{both}; give resize and crop, or make all images of one size")
         return torch.from_numpy(found)
 
     def __getitem__(self, index: int) -> tuple[Float[Tensor, "3 h w"], int]:
@@ -153,15 +148,13 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         """All images as tensors in memory, for small folders."""
         images = len(self) * int(np.prod(self.shape)) * 4
         if images > most_bytes:
-            raise InputError(
-                f"{len(self)} images of {self.shape[2]} x {self.shape[1]} pixels take {images / 2**30:.1f} GiB, more than "
-                f"{most_bytes / 2**30:.1f}; read them as they are needed with loader(), or choose a smaller crop"
-            )
-        out, at = torch.empty(len(self), *self.shape), 0
+            taken = f"{len(self)} images of {self.shape[2]} x {self.shape[1]} pixels take {images / 2**30:.1f} GiB"
+            advice = "read them as they are needed with loader(), or choose a smaller crop"
+            raise InputError(f"{taken}, more than {most_bytes / 2**30:.1f}; {advice}")
+        out = torch.empty(len(self), *self.shape)
         with Bar("decoding", len(self), progress) as bar:
             for batch, _ in self.loader(workers=workers):
-                out[at : at + len(batch)] = batch
-                at += len(batch)
+                out[bar.done : bar.done + len(batch)] = batch
                 bar.advance(len(batch))
         return Labelled(self.root.resolve().name, out, self.labels, self.class_names)
 
@@ -178,10 +171,6 @@ class _Loader(DataLoader[Any]):
 
 
 # -- what is in the folder ---------------------------------------------------------------------------------------------
-
-
-def _identity(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
@@ -202,7 +191,7 @@ def _class_folders(root: Path) -> list[str]:
     return folders
 
 
-def _images_in(root: Path, folder: str, seen: dict[tuple[int, int], str]) -> Iterator[tuple[str, int]]:
+def _images_in(root: Path, folder: str, seen: dict[Path, str]) -> Iterator[tuple[str, int]]:
     """Every image below a folder, with its size in bytes.
 
     ``seen`` are the folders listed so far. Each is listed once: links would else let a few folders hold images without end,
@@ -211,7 +200,7 @@ def _images_in(root: Path, folder: str, seen: dict[tuple[int, int], str]) -> Ite
     todo = [folder]
     while todo:
         here = todo.pop()
-        earlier = seen.setdefault(_identity((root / here).stat()), here)
+        earlier = seen.setdefault((root / here).resolve(), here)
         if earlier != here:
             linked = f"{root / here} is a link to {root / earlier}"
             raise InputError(f"{linked}, so its images would come twice or never end; remove the link")
@@ -222,10 +211,8 @@ def _images_in(root: Path, folder: str, seen: dict[tuple[int, int], str]) -> Ite
             elif stat.S_ISREG(found.st_mode) and relative.lower().endswith(SUFFIXES):
                 yield relative, found.st_size
             else:
-                known = ", ".join(SUFFIXES)
-                raise InputError(
-                    f"{root / relative} is no image: expected files that end in {known}; move it elsewhere"
-                )
+                expected = f"expected files that end in {', '.join(SUFFIXES)}"
+                raise InputError(f"{root / relative} is no image: {expected}; move it elsewhere")
 
 
 def _read_names(path: Path, folders: list[str]) -> tuple[str, ...]:
@@ -235,9 +222,8 @@ def _read_names(path: Path, folders: list[str]) -> tuple[str, ...]:
         listed = json.loads(text) if path.suffix == ".json" else _pairs(text)
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise InputError(f"{path}: expected a JSON object that maps folders to names")
-    for folder in folders:
-        if folder not in listed:
-            raise InputError(f"{path} has no name for the folder {folder!r}; add it, or leave names out")
+    if unnamed := [folder for folder in folders if folder not in listed]:
+        raise InputError(f"{path} has no name for the folder {unnamed[0]!r}; add it, or leave names out")
     return tuple(listed[folder] for folder in folders)
 
 

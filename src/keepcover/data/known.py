@@ -6,6 +6,7 @@ forger, which is why nothing is ever unpickled or extracted either.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -47,18 +48,9 @@ class Source:
     inside: tuple[File, ...] = ()
     also: str = ""
 
-    def places(self, root: Path) -> list[Path]:
-        """Where the downloaded files belong under a folder of data."""
-        return [root / file.name if self.inside else root / self.folder / file.name for file in self.files]
-
     def homes(self, root: Path) -> list[Path]:
         """The folders in which files may lie, the most likely one first; ``root`` may be that folder itself."""
         return [root / folder for folder in (self.folder, self.also) if folder] + [root]
-
-    def find(self, root: Path, file: File) -> Path | None:
-        """Where one of its files lies, if it is there."""
-        places = [home / name for home in self.homes(root) for name in file.names]
-        return next((place for place in places if place.is_file()), None)
 
 
 def _source(files: list[dict[str, Any]], inside: Sequence[dict[str, Any]] = (), **place: str) -> Source:
@@ -89,34 +81,33 @@ def md5_of(path: Path) -> str:
         return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
-def official_md5(path: Path, file: File) -> tuple[str, str]:
-    """The sum that says whether this is the official file, and what it should be: that of the content where it is known."""
-    if not file.content:
-        return md5_of(path), file.md5
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+def state_of(path: Path, file: File) -> str:
+    """What the checksum says, that of the content where it is known: ``verified``, ``damaged`` or whose file it is."""
+    found = "" if file.content else md5_of(path)
+    if file.content:
+        with (
+            contextlib.suppress(OSError, EOFError, zlib.error),
+            gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream,
+        ):
             digest = hashlib.md5(stream.read(_MOST), usedforsecurity=False)
-            return digest.hexdigest() if not stream.read(1) else "", file.content
-    except (OSError, EOFError, zlib.error):
-        return "", file.content
+            found = "" if stream.read(1) else digest.hexdigest()
+    if found == (file.content or file.md5):
+        return "verified"
+    owner = owner_of(found)
+    return f"this is {owner}" if owner else "damaged"
 
 
 def owner_of(md5: str) -> str | None:
     """Which official file has this sum: to say what a file is when it is not what was asked for."""
-    for name, forms in SOURCES.items():
-        for source in forms.values():
-            for file in (*source.files, *source.inside):
-                if md5 in (file.md5, file.content or file.md5):
-                    return f"{file.name} of {name}"
-    return None
+    sources = ((name, source) for name, forms in SOURCES.items() for source in forms.values())
+    files = ((name, file) for name, source in sources for file in (*source.files, *source.inside))
+    return next((f"{file.name} of {name}" for name, file in files if md5 and md5 in (file.md5, file.content)), None)
 
 
-def check_md5(path: Path, found: str, expected: str) -> None:
-    """Refuse a file that is not the official one."""
-    if found != expected:
+def check_md5(path: Path, found: str, *expected: str) -> None:
+    """Refuse a file whose sum is none of the official ones, of which the first is the likeliest."""
+    if found not in expected:
         other = owner_of(found)
         what = f"it is {other}" if other else "it is damaged or was made elsewhere"
-        sums = f"{path} has the MD5 sum {found}, the official file has {expected}"
-        raise InputError(
-            f"{sums}: {what}. Download it again; in Python, verify=False reads a file that you made yourself"
-        )
+        sums = f"{path} has the MD5 sum {found}, the official file has {expected[0]}"
+        raise InputError(f"{sums}: {what}. Download it again; in Python, verify=False reads a file of your own")

@@ -30,15 +30,12 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (
 
 
 class _Name(Enum):
-    """The three globals of an official file. They stand for themselves; nothing is imported."""
+    """The three globals of an official file, and what one of them makes. They stand for themselves; nothing is imported."""
 
     RECONSTRUCT = "numpy.core.multiarray _reconstruct"
     NDARRAY = "numpy ndarray"
     DTYPE = "numpy dtype"
-
-
-class _Uint8:
-    """What ``numpy.dtype('u1')`` stands for."""
+    UINT8 = "numpy.dtype('u1')"  # no global: the name of one has a space
 
 
 class _Array:
@@ -74,10 +71,9 @@ class _Machine:
         self.seen: set[int] = set()
 
     def refuse(self, what: str) -> NoReturn:
-        raise InputError(
-            f"{self.source}: {what} at byte {self.at} is refused: only plain data are read, and no official file has it. "
-            "Nothing was run; get the file again from its official address"
-        )
+        why = "only plain data are read, and no official file has it. Nothing was run"
+        advice = "get the file again from its official address"
+        raise InputError(f"{self.source}: {what} at byte {self.at} is refused: {why}; {advice}")
 
     def run(self) -> Any:
         if len(self.data) > MOST_BYTES:
@@ -115,24 +111,28 @@ class _Machine:
             case "MARK":
                 self.below.append(self.stack)
                 self.stack = []
-            case "TUPLE":
-                items = tuple(self.marked())  # before the stack is named: it changes
-                self.stack.append(items)
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                self.stack.append(tuple(self.pop(int(name[-1]))))
+            case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
+                items = self.marked() if name == "TUPLE" else self.pop(int(name[-1]))
+                self.stack.append(tuple(items))
             case "APPEND" | "APPENDS":
                 items = self.pop(1) if name == "APPEND" else self.marked()
                 if not isinstance(self.top(), list):
                     self.refuse("APPEND to something that is no list")
                 self.stack[-1].extend(items)
             case "SETITEM" | "SETITEMS":
-                self.update(self.pop(2) if name == "SETITEM" else self.marked())
+                items = self.pop(2) if name == "SETITEM" else self.marked()
+                keys = items[::2]
+                # Keys are text alone: a nested tuple would take exponential time to hash.
+                texts = all(isinstance(key, str | bytes) for key in keys)
+                if not isinstance(self.top(), dict) or len(items) % 2 or not texts:
+                    self.refuse("SETITEM other than of a text key in a dict")
+                self.stack[-1].update(zip(keys, items[1::2]))
             case "GLOBAL":
                 if argument not in {known.value for known in _Name}:
                     self.refuse(f"the global {argument.replace(' ', '.')}")
                 self.stack.append(_Name(argument))
             case "REDUCE":
-                self.reduce(*self.pop(2))
+                self.stack.append(self.reduced(*self.pop(2)))
             case "BUILD":
                 (state,) = self.pop(1)
                 self.fill(self.top(), state)
@@ -156,45 +156,35 @@ class _Machine:
         taken, self.stack = self.stack, self.below.pop()
         return taken
 
-    def update(self, items: list[Any]) -> None:
-        # Keys are text alone: a nested tuple would take exponential time to hash.
-        keys = items[::2]
-        if not isinstance(self.top(), dict) or len(items) % 2 or not all(isinstance(key, str | bytes) for key in keys):
-            self.refuse("SETITEM other than of a text key in a dict")
-        self.stack[-1].update(zip(keys, items[1::2]))
-
-    def reduce(self, function: Any, arguments: Any) -> None:
+    def reduced(self, function: Any, arguments: Any) -> _Array | _Name:
         """The two calls that an official file asks for, recognised by every argument; nothing is called."""
         match function, arguments:
             case _Name.RECONSTRUCT, tuple((_Name.NDARRAY, tuple((int(0),)), str("b") | bytes(b"b"))):
-                self.stack.append(_Array())
+                return _Array()
             case _Name.DTYPE, tuple((str("u1" | "|u1"), int(), int())):
-                self.stack.append(_Uint8())
+                return _Name.UINT8
             case _:
                 self.refuse("REDUCE, a call other than of numpy's constructor of uint8 arrays,")
 
     def fill(self, target: Any, state: Any) -> None:
         """What ``__setstate__`` would do for a uint8 dtype (nothing) and for an array of it."""
         match target, state:
-            case _Uint8(), tuple() if all(item is None or type(item) in (int, str) for item in state):
+            case _Name.UINT8, tuple() if all(item is None or type(item) in (int, str) for item in state):
                 pass  # byte order, alignment and fields mean nothing to single bytes
-            case _Array(), tuple((int(), tuple() as shape, _Uint8(), int() as fortran, (str() | bytes()) as raw)):
-                self.fill_array(target, shape, "F" if fortran else "C", raw)
+            case _Array(), tuple((int(), tuple() as shape, _Name.UINT8, int() as fortran, (str() | bytes()) as raw)):
+                sized = 1 <= len(shape) <= 4 and all(type(side) is int and side >= 0 for side in shape)
+                if not sized or math.prod(shape) != len(raw) or target.values is not None:
+                    self.refuse("an array whose shape and values disagree")
+                self.budget -= len(raw)
+                if self.budget < 0:
+                    self.refuse("more array than file")
+                try:
+                    content = raw.encode("latin-1") if isinstance(raw, str) else raw
+                except UnicodeEncodeError:
+                    self.refuse("an array made of text")
+                target.values = np.frombuffer(content, np.uint8).reshape(shape, order="F" if fortran else "C")
             case _:
                 self.refuse("BUILD, a state other than of a uint8 array,")
-
-    def fill_array(self, target: _Array, shape: tuple[Any, ...], order: Any, raw: str | bytes) -> None:
-        sized = 1 <= len(shape) <= 4 and all(type(side) is int and side >= 0 for side in shape)
-        if not sized or math.prod(shape) != len(raw) or target.values is not None:
-            self.refuse("an array whose shape and values disagree")
-        self.budget -= len(raw)
-        if self.budget < 0:
-            self.refuse("more array than file")
-        try:
-            content = raw.encode("latin-1") if isinstance(raw, str) else raw
-        except UnicodeEncodeError:
-            self.refuse("an array made of text")
-        target.values = np.frombuffer(content, np.uint8).reshape(shape, order=order)
 
     def plain(self, value: Any, depth: int = 0) -> Any:
         """The finished value, made of plain types alone, as a tree."""
@@ -207,6 +197,6 @@ class _Machine:
             return type(value)(self.plain(item, depth + 1) for item in value)
         if isinstance(value, _Array) and value.values is not None:
             return value.values
-        if isinstance(value, _Array | _Uint8 | _Name):
+        if isinstance(value, _Array | _Name):
             self.refuse("a part of an array without the rest")
         return value

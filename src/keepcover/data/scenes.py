@@ -10,7 +10,7 @@ import torch
 
 from keepcover.data.archive import read_members
 from keepcover.data.base import Labelled
-from keepcover.data.decode import SUFFIXES, opened, pillow
+from keepcover.data.decode import SUFFIXES, images_among, opened, pillow
 from keepcover.engine.progress import Bar, Progress
 from keepcover.errors import InputError, refusing
 
@@ -59,47 +59,43 @@ def scenes(
     pairs = _beside(root) if masks is None else _matched(root, _files(root), Path(masks), _files(Path(masks)))
     first = _scene(pairs[0], size, len(names), ignore)[1].shape
     if (needed := len(pairs) * int(np.prod(first)) * 20) > MOST_BYTES:
-        raise InputError(
-            f"{len(pairs)} scenes of {first[1]} x {first[0]} pixels take {needed >> 20} MB; give a smaller size"
-        )
+        taken = f"{len(pairs)} scenes of {first[1]} x {first[0]} pixels take {needed >> 20} MB"
+        raise InputError(f"{taken}; give a smaller size")
     pixels, truth = torch.empty(len(pairs), 3, *first), torch.empty(len(pairs), *first, dtype=torch.int64)
     with Bar("decoding", len(pairs), progress) as bar:
         for row, pair in enumerate(pairs):
             image, mask = _scene(pair, size, len(names), ignore)
             if mask.shape != first:
-                raise InputError(
-                    f"{pair[0][0]} has {mask.shape[1]} x {mask.shape[0]} pixels, {pairs[0][0][0]} has {first[1]} x {first[0]}; "
-                    "make all of one size, or give size"
-                )
+                here, there = (f"{width} x {height}" for height, width in (mask.shape, first))
+                both = f"{pair[0][0]} has {here} pixels, {pairs[0][0][0]} has {there}"
+                raise InputError(f"{both}; make all of one size, or give size")
             pixels[row], truth[row] = torch.from_numpy(image) / 255, torch.from_numpy(mask)
             bar.advance()
     return Labelled(root.resolve().stem, pixels, truth, names)
 
 
 _File = tuple[Path, bytes | None]  # where it is, for messages; its content where it came from an archive
+_Pair = tuple[_File, _File]
 
 
 def _scene(
-    pair: tuple[_File, _File], size: tuple[int, int] | None, classes: int, ignore: int | None
+    pair: _Pair, size: tuple[int, int] | None, classes: int, ignore: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pixels [3, h, w] and indices [h, w], bytes both."""
     (path, content), (mask_path, mask_content) = pair
     with opened(path, content) as image, opened(mask_path, mask_content) as mask:
         if mask.mode not in ("L", "P", "1"):
-            raise InputError(
-                f"{mask_path} has colours (mode {mask.mode}); expected a mask of one channel whose values are indices of classes"
-            )
+            colours = f"{mask_path} has colours (mode {mask.mode})"
+            raise InputError(f"{colours}; expected a mask of one channel whose values are indices of classes")
         if image.size != mask.size:
-            raise InputError(
-                f"{path} has {image.size[0]} x {image.size[1]} pixels, its mask {mask.size[0]} x {mask.size[1]}"
-            )
+            sides = [f"{width} x {height}" for width, height in (image.size, mask.size)]
+            raise InputError(f"{path} has {sides[0]} pixels, its mask {sides[1]}")
         indices = np.asarray(mask)
         unknown = [value for value in np.unique(indices).tolist() if value >= classes and value != ignore]
         if unknown:
-            raise InputError(
-                f"{mask_path} has the index {unknown[0]}, expected 0 to {classes - 1}"
-                f"{'' if ignore is None else f', or {ignore} for pixels without a label'}; name all classes, or give ignore"
-            )
+            ignored = "" if ignore is None else f", or {ignore} for pixels without a label"
+            found = f"{mask_path} has the index {unknown[0]}, expected 0 to {classes - 1}{ignored}"
+            raise InputError(f"{found}; name all classes, or give ignore")
         kinds, image = pillow().Resampling, image.convert("RGB")
         if size is not None:
             image, mask = image.resize(size, kinds.BOX), mask.resize(size, kinds.NEAREST)
@@ -124,48 +120,40 @@ def _names(classes: Sequence[str] | str | Path, ignore: int | None) -> tuple[str
 
 def _files(root: Path) -> dict[str, _File]:
     """Images by their path under the root without the suffix."""
+    if not root.exists():
+        raise InputError(f"there is no folder or archive {root}")
     if root.is_file():
         entries = read_members(root, lambda name: name.lower().endswith(SUFFIXES), MOST_BYTES)
     else:
-        entries = _in_folder(root)
+        entries = {path.relative_to(root).as_posix(): None for path in images_among(root.rglob("*"), root)}
     found: dict[str, _File] = {}
     for name, content in entries.items():
         stem = str(PurePosixPath(name).with_suffix(""))
         if stem in found:
-            raise InputError(
-                f"{root} holds {found[stem][0].name} and {Path(name).name}; expected one image of that name"
-            )
+            both = f"{found[stem][0].name} and {Path(name).name}"
+            raise InputError(f"{root} holds {both}; expected one image of that name")
         found[stem] = root / name, content
     if not found:
         raise InputError(f"{root} holds no images; expected files that end in {', '.join(SUFFIXES)}")
     return found
 
 
-def _in_folder(root: Path) -> dict[str, None]:
-    if not root.is_dir():
-        raise InputError(f"there is no folder or archive {root}")
-    found = (path for path in root.rglob("*") if path.name.lower().endswith(SUFFIXES) and path.is_file())
-    return {path.relative_to(root).as_posix(): None for path in found if not path.name.startswith(".")}
-
-
-def _beside(root: Path) -> list[tuple[_File, _File]]:
+def _beside(root: Path) -> list[_Pair]:
     """Pairs of ``NAME/one`` and ``NAMEannot/one``."""
     images, masks = {}, {}
     for stem, file in _files(root).items():
-        folder = str(PurePosixPath(stem).parent)
+        folder, _, name = stem.rpartition("/")
         if folder.endswith(ANNOTATED):
-            masks[f"{folder.removesuffix(ANNOTATED)}/{PurePosixPath(stem).name}"] = file
+            masks[f"{folder.removesuffix(ANNOTATED)}/{name}"] = file
         else:
             images[stem] = file
     return _matched(root, images, root, masks)
 
 
-def _matched(root: Path, images: dict[str, _File], other: Path, masks: dict[str, _File]) -> list[tuple[_File, _File]]:
+def _matched(root: Path, images: dict[str, _File], other: Path, masks: dict[str, _File]) -> list[_Pair]:
     for here, there, what, where in ((images, masks, "mask", other), (masks, images, "image", root)):
         lonely = sorted(set(here) - set(there))
         if lonely:
             more = f" (and {len(lonely) - 1} more)" if len(lonely) > 1 else ""
-            raise InputError(
-                f"{here[lonely[0]][0]}{more} has no {what} of its name in {where}; add it, or move it away"
-            )
+            raise InputError(f"{here[lonely[0]][0]}{more} has no {what} of its name in {where}; add or move it")
     return [(images[stem], masks[stem]) for stem in sorted(images)]

@@ -1,16 +1,11 @@
 """Networks. Normalisation is inside every model, so that epsilon and sigma are in pixel units."""
 
-from keepcover.models.absent import Filled, Shown, Strip, masked
-from keepcover.models.checkpoints import find_weights, load_weights
-from keepcover.models.cifar_resnet import CifarResNet
+from keepcover.models.checkpoints import backbone, find_weights, last_linear, load_head, load_weights
 from keepcover.models.denoiser import Denoised, Denoiser, denoised, load_denoiser
-from keepcover.models.efficientnet_lite import EfficientNetLite0
-from keepcover.models.heads import backbone, last_linear, load_head
+from keepcover.models.inputs import Filled, Normalize, Shown, Strip, masked
 from keepcover.models.names import NAMES, is_named, network
-from keepcover.models.resnet50 import ResNet50
-from keepcover.models.small_cnn import Normalize, SmallCNN
+from keepcover.models.networks import CifarResNet, EfficientNetLite0, Mirrored, ResNet50, SmallCNN, WideResNet
 from keepcover.models.unet import UNet
-from keepcover.models.wide_resnet import Mirrored, WideResNet
 
 __all__ = [
     "NAMES",

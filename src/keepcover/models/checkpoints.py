@@ -1,9 +1,14 @@
-"""Weights into models: safetensors, or torch files read with ``weights_only=True``. Nothing is ever unpickled freely."""
+"""Weights into models, whole networks or their last layers: safetensors, or torch files read with ``weights_only=True``.
+
+Nothing is ever unpickled freely.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keepcover.engine.fingerprint import fingerprint
 from keepcover.errors import InputError, refusing
-from keepcover.models.heads import last_linear
-from keepcover.sealing import pack, unpack
+from keepcover.sealing import UNREADABLE, pack, unpack
 from keepcover.store.logits_file import refuse_packed
 
 
@@ -26,18 +31,14 @@ def find_weights(name: str | Path) -> Path:
     if given.is_file():
         return given
     named = os.environ.get("KEEPCOVER_WEIGHTS")
-    folders = [Path(named)] if named else []
-    folders.append(Path(__file__).resolve().parents[3] / "weights")
+    folders = [*([Path(named)] if named else []), Path(__file__).resolve().parents[3] / "weights"]
     if given.name == str(name):  # a bare name, not a path that went wrong
-        for folder in folders:
-            for file in (folder / given.name, folder / f"{given.name}.safetensors"):
-                if file.is_file():
-                    return file
-    known = sorted(file.stem for folder in folders for file in folder.glob("*.safetensors"))
-    raise InputError(
-        f"no weights at {name}; give a path, or set KEEPCOVER_WEIGHTS to their folder. "
-        + (f"Known by name here: {', '.join(known)}" if known else "No weights are known by name here")
-    )
+        files = (folder / f"{given.name}{suffix}" for folder in folders for suffix in ("", ".safetensors"))
+        if found := next(filter(Path.is_file, files), None):
+            return found
+    known = ", ".join(sorted(file.stem for folder in folders for file in folder.glob("*.safetensors")))
+    missing = f"no weights at {name}; give a path, or set KEEPCOVER_WEIGHTS to their folder"
+    raise InputError(f"{missing}. Known by name here: {known or 'none'}")
 
 
 def load_weights(model: nn.Module, path: str | Path, new_head: bool = False) -> nn.Module:
@@ -56,39 +57,29 @@ def load_weights(model: nn.Module, path: str | Path, new_head: bool = False) -> 
         raise InputError(f"{path} holds no state dict of tensors")
     own = model.state_dict()
     # Prefixes are stripped only where that helps: a plain nn.Sequential has a layer called "1." of its own.
-    plain = {_plain(name): value for name, value in state.items()}
+    plain = {re.sub(r"^((module|1)\.)+", "", name): value for name, value in state.items()}
     given = state if len(set(state) - set(own)) <= len(set(plain) - set(own)) else plain
     constants = {name for name in own if name.split(".")[0] == "normalize"}
     if new_head:
         head = {f"{last_linear(model)[0]}.{part}" for part in ("weight", "bias")} & set(own) & set(given)
         if any(given[name].shape != own[name].shape for name in head):
             given, constants = {name: given[name] for name in given if name not in head}, constants | head
-    missing, unknown = sorted(set(own) - set(given) - constants), sorted(set(given) - set(own))
-    if missing or unknown:
-        raise InputError(
-            f"{path} does not fit {type(model).__name__}: {len(missing)} missing"
-            + (f" (first {missing[0]})" if missing else "")
-            + f", {len(unknown)} unknown"
-            + (f" (first {unknown[0]})" if unknown else "")
-        )
+    wrong = {"missing": sorted(set(own) - set(given) - constants), "unknown": sorted(set(given) - set(own))}
+    if any(wrong.values()):
+        found = [f"{len(names)} {what}{f' (first {names[0]})' if names else ''}" for what, names in wrong.items()]
+        raise InputError(f"{path} does not fit {type(model).__name__}: {', '.join(found)}")
     for name, value in given.items():
         if own[name].shape != value.shape:
-            raise InputError(
-                f"{path}: {name} has shape {tuple(value.shape)}, {type(model).__name__} expects {tuple(own[name].shape)}; "
-                "is the number of classes right?"
-            )
+            shapes = f"{tuple(value.shape)}, {type(model).__name__} expects {tuple(own[name].shape)}"
+            raise InputError(f"{path}: {name} has shape {shapes}; is the number of classes right?")
     model.load_state_dict({name: value.to(own[name].dtype) for name, value in given.items()}, strict=False)
     return model.eval()
 
 
 def weights_bytes(model: nn.Module, about: dict[str, Any]) -> bytes:
     """The model's weights as a float16 safetensors file; normalisation constants belong to the architecture and stay out."""
-    state = {
-        name: value.half() if value.is_floating_point() else value
-        for name, value in model.state_dict().items()
-        if not name.startswith("normalize.")
-    }
-    return pack(state, about)
+    stored = {name: value for name, value in model.state_dict().items() if not name.startswith("normalize.")}
+    return pack({name: value.half() if value.is_floating_point() else value for name, value in stored.items()}, about)
 
 
 def _torch_file(path: Path) -> Any:
@@ -101,7 +92,75 @@ def _torch_file(path: Path) -> Any:
         raise InputError(f"{path} holds more than tensors and is refused; save its state dict as safetensors") from None
 
 
-def _plain(name: str) -> str:
-    while name.startswith(("module.", "1.")):
-        name = name.split(".", 1)[1]
-    return name
+# -- the last linear layer: what conformal training replaces -----------------------------------------------------------
+
+
+def last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
+    """Name and layer of the classifier's final layer: the last linear layer that the module registers.
+
+    Example:
+        >>> last_linear(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))[0]
+        '2'
+    """
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not found:
+        raise InputError(f"{type(model).__name__} has no linear layer to train")
+    return found[-1]
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` without its last linear layer: images in, features out, in eval mode.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> backbone(model)(torch.zeros(1, 4)).shape
+        torch.Size([1, 8])
+    """
+    name, _ = last_linear(model)
+    if not name:
+        raise InputError("the model is a single linear layer: there is no backbone to freeze")
+    body = copy.deepcopy(model).eval()
+    body.set_submodule(name, nn.Identity())
+    return body
+
+
+@torch.no_grad()
+def check_head_is_last(model: nn.Module, images: Tensor) -> None:
+    """Refuse a model whose output is not that of its last linear layer, called once."""
+    _, head = last_linear(model)
+    given: list[Any] = []
+    hook = head.register_forward_hook(lambda _module, _inputs, output: given.append(output))
+    try:
+        wanted = model(images)
+    finally:
+        hook.remove()
+    if len(given) != 1 or given[0].ndim != 2 or not torch.equal(given[0], wanted):
+        found = f"{type(model).__name__} does something after its last linear layer, or uses it elsewhere"
+        advice = "train the whole network, or make the linear layer the last step"
+        raise InputError(f"{found}; its backbone cannot be frozen by itself: {advice}")
+
+
+def head_bytes(model: nn.Module) -> bytes:
+    """The model's last layer as a small safetensors file, float16, that remembers the backbone it belongs to."""
+    _, head = last_linear(model)
+    state = {name: value.half() for name, value in head.state_dict().items()}
+    return pack(state, {"backbone": fingerprint(backbone(model))})
+
+
+def load_head(model: nn.Module, path: str | Path) -> nn.Module:
+    """Put a trained head in place of the model's last linear layer, in place; refused over another backbone."""
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"no head at {path}")
+    with refusing(f"{path} is not a readable head", *UNREADABLE):
+        state, about = unpack(path, sealed=False)
+    name, head = last_linear(model)
+    own = head.state_dict()
+    wanted, found = (", ".join(f"{key} {tuple(part[key].shape)}" for key in sorted(part)) for part in (own, state))
+    if wanted != found:
+        layer = f"the layer {name!r} of {type(model).__name__}"
+        raise InputError(f"{path} does not fit {layer}: expected {wanted}, got {found}")
+    if about.get("backbone") not in (None, fingerprint(backbone(model))):
+        raise InputError(f"{path} was trained over another backbone; load the weights that its card names first")
+    head.load_state_dict({key: value.to(own[key].dtype) for key, value in state.items()})
+    return model

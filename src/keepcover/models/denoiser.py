@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from keepcover.engine.smoother import Classifier
-from keepcover.errors import InputError, KeepcoverWarning, refusing
-from keepcover.models.checkpoints import find_weights, weights_bytes
-from keepcover.models.unet import Trunk
+from keepcover.errors import InputError, refusing, warn
+from keepcover.models.checkpoints import find_weights
+from keepcover.models.unet import Sizes, Trunk
 from keepcover.noise import Gaussian, Noise
 from keepcover.sealing import unpack
 
 BUNDLED = Path(__file__).with_name("denoiser.safetensors")
 SPREAD = 0.27  # standard deviation of photographs around 0.5
-WIDTHS, BLOCKS = (48, 96, 192, 256), (1, 3, 3, 2)
+SIGMAS, WIDTHS, BLOCKS = (0.05, 1.0), (48, 96, 192, 256), (1, 3, 3, 2)
+SIZES = ("sigmas", "widths", "blocks")
 
 
 class Denoiser(Trunk):
@@ -43,57 +43,35 @@ class Denoiser(Trunk):
     """
 
     def __init__(
-        self,
-        channels: int = 3,
-        sigmas: tuple[float, float] = (0.05, 1.0),
-        widths: tuple[int, ...] = WIDTHS,
-        blocks: tuple[int, ...] = BLOCKS,
-        hints: int = 64,
+        self, channels: int = 3, sigmas: tuple[float, float] = SIGMAS, widths: Sizes = WIDTHS, blocks: Sizes = BLOCKS
     ) -> None:
-        super().__init__(channels, channels, widths, blocks, hints)
+        super().__init__(channels, channels, widths, blocks, hints=64)
         self.channels, self.sigmas, self.widths, self.blocks = channels, tuple(sigmas), tuple(widths), tuple(blocks)
 
     @property
     def about(self) -> dict[str, Any]:
         """What a file must say besides the weights."""
-        return {
-            "architecture": "denoiser",
-            "channels": self.channels,
-            "sigmas": list(self.sigmas),
-            "widths": list(self.widths),
-            "blocks": list(self.blocks),
-        }
+        return {"architecture": "denoiser", "channels": self.channels, **{name: getattr(self, name) for name in SIZES}}
 
     def forward(self, images: Tensor, sigma: Tensor | float) -> Tensor:
         """``sigma`` is one number, or one per image [n]."""
         if images.ndim != 4 or images.shape[1] not in ((1, 3) if self.channels == 3 else (self.channels,)):
             takes = "3 channels, or 1 for grey" if self.channels == 3 else f"{self.channels} channels"
-            raise InputError(
-                f"this denoiser takes images [n, c, h, w] of {takes}, got {list(images.shape)}; train one on images of that "
-                "kind: keepcover train denoiser"
-            )
+            misfit = f"this denoiser takes images [n, c, h, w] of {takes}, got {list(images.shape)}"
+            raise InputError(f"{misfit}; train one on images of that kind: keepcover train denoiser")
         grey = images.shape[1] < self.channels
-        noisy = images.expand(-1, self.channels, -1, -1) if grey else images
         sigma = torch.as_tensor(sigma, dtype=images.dtype, device=images.device).reshape(-1, 1)
         spread = (sigma**2 + SPREAD**2).sqrt()[..., None, None]
-        centred = noisy - 0.5
+        centred = (images.expand(-1, self.channels, -1, -1) if grey else images) - 0.5
         residual = self.through(centred / spread, sigma.log())
-        centred = centred * (SPREAD / spread) ** 2 + residual * (sigma[..., None, None] * SPREAD / spread)
-        found = centred + 0.5
+        found = centred * (SPREAD / spread) ** 2 + residual * (sigma[..., None, None] * SPREAD / spread) + 0.5
         return found.mean(dim=1, keepdim=True) if grey else found
-
-
-def denoiser_bytes(denoiser: Denoiser) -> bytes:
-    """A float16 safetensors file that says which network it holds."""
-    return weights_bytes(denoiser, denoiser.about)
 
 
 def load_denoiser(path: str | Path | None = None) -> Denoiser:
     """The denoiser in a file that ``keepcover train denoiser`` wrote; the bundled one, for photographs, by default."""
     if path is None and not BUNDLED.is_file():
-        raise InputError(
-            "this build of keepcover carries no denoiser; train one with keepcover train denoiser and give its file"
-        )
+        raise InputError("this build carries no denoiser; train one with keepcover train denoiser and give its file")
     try:
         file = BUNDLED if path is None else find_weights(path)
     except InputError:
@@ -102,8 +80,7 @@ def load_denoiser(path: str | Path | None = None) -> Denoiser:
         state, about = unpack(file, sealed=False)
         if about.get("architecture") != "denoiser":
             raise InputError(f"{file} holds no denoiser; expected a file that keepcover train denoiser wrote")
-        sizes: dict[str, Any] = {name: tuple(about[name]) for name in ("sigmas", "widths", "blocks")}
-        denoiser = Denoiser(int(about["channels"]), **sizes)
+        denoiser = Denoiser(int(about["channels"]), **{name: tuple(about[name]) for name in SIZES})
         denoiser.load_state_dict({name: value.float() for name, value in state.items()})
     return denoiser.eval()
 
@@ -133,19 +110,16 @@ class Denoised(nn.Module):
             return self
         low, high = self.denoiser.sigmas
         if noise.sigma and not low <= noise.sigma <= high:
-            warnings.warn(
-                f"the denoiser was trained at sigma {low:g} to {high:g} and has never seen sigma {noise.sigma:g}; expect "
-                "large sets. Choose sigma in that range, or train a denoiser for it (keepcover train denoiser)",
-                KeepcoverWarning,
-                stacklevel=3,
-            )
+            unseen = f"the denoiser was trained at sigma {low:g} to {high:g} and has never seen sigma {noise.sigma:g}"
+            advice = "Choose sigma in that range, or train a denoiser for it (keepcover train denoiser)"
+            warn(f"{unseen}; expect large sets. {advice}")
         return Denoised(self.denoiser, self.classifier, noise.sigma)
 
     def forward(self, images: Tensor) -> Tensor:
         if not self.bound:
+            advice = "give it to calibrate, evaluate or Smoother as it is, not inside another module, and they bind it"
             raise InputError(
-                "a denoised model must know the noise: give it to calibrate, evaluate or Smoother as it is, not inside another "
-                "module, and they bind it; or run model.under_noise(Gaussian(sigma))"
+                f"a denoised model must know the noise: {advice}; or run model.under_noise(Gaussian(sigma))"
             )
         return self.classifier(self.denoiser(images, self.sigma) if self.denoises else images)
 
@@ -168,9 +142,7 @@ def denoised(model: Classifier, denoiser: Denoiser | str | Path | None = None) -
         torch.Size([5, 3])
     """
     if not isinstance(model, nn.Module):
-        raise InputError(
-            f"expected a torch module to put the denoiser before, got {type(model).__name__}; wrap a function in a module"
-        )
+        raise InputError(f"expected a torch module to denoise for, got {type(model).__name__}; wrap a function in one")
     if any(isinstance(part, Denoised | Denoiser) for part in model.modules()):
         raise InputError("this model denoises already; use it as it is")
     network = denoiser if isinstance(denoiser, Denoiser) else load_denoiser(denoiser)

@@ -7,13 +7,9 @@ from collections.abc import Callable
 
 from torch import nn
 
-from keepcover.models.absent import masked
-from keepcover.models.cifar_resnet import CifarResNet
-from keepcover.models.efficientnet_lite import EfficientNetLite0
-from keepcover.models.resnet50 import ResNet50
-from keepcover.models.small_cnn import SmallCNN
+from keepcover.models.inputs import masked
+from keepcover.models.networks import CifarResNet, EfficientNetLite0, Mirrored, ResNet50, SmallCNN, WideResNet
 from keepcover.models.unet import UNet
-from keepcover.models.wide_resnet import Mirrored, WideResNet
 
 NAMES = "small-cnn, cifar-resnet20/56/110, wrn-D-W (wrn-28-8), resnet50, efficientnet-lite0, unet-W (unet-16), masked:NAME, band4:NAME, mirrored:NAME"
 _PATTERNS: dict[str, Callable[..., nn.Module]] = {
@@ -45,8 +41,9 @@ def network(name: str, classes: int = 10, load: Callable[[nn.Module], nn.Module]
     alone that are. ``mirrored:NAME`` has the weights of NAME and looks at every image twice (:class:`Mirrored`).
     """
     mirrored, hidden, band, kind = _NAME.fullmatch(name).groups()  # type: ignore[union-attr]
-    pattern, build = next(item for item in _PATTERNS.items() if re.fullmatch(item[0], kind))
-    numbers = re.fullmatch(pattern, kind).groups()  # type: ignore[union-attr]
-    fresh = build(classes, *map(int, numbers))
+    found, build = next(
+        (match, build) for pattern, build in _PATTERNS.items() if (match := re.fullmatch(pattern, kind))
+    )
+    fresh = build(classes, *map(int, found.groups()))
     model = load(masked(fresh, int(band) if band else None) if hidden else fresh)
     return Mirrored(model).train(model.training) if mirrored else model

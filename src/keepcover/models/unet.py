@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from keepcover.models.small_cnn import Normalize
+from keepcover.models.inputs import Normalize
+
+Sizes = tuple[int, ...]
 
 
 class Block(nn.Module):
@@ -21,15 +23,12 @@ class Block(nn.Module):
         self.first, self.second = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
         nn.init.zeros_(self.second.weight)
         self.hint = nn.Linear(hints, 2 * width) if hints else None
-        self.norm = None if hints else nn.BatchNorm2d(width)
-        if self.hint is not None:
-            nn.init.zeros_(self.hint.weight)
-            nn.init.zeros_(self.hint.bias)
+        self.norm = nn.Identity() if hints else nn.BatchNorm2d(width)
+        for parameter in self.hint.parameters() if self.hint else ():
+            nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, hint: Tensor | None) -> Tensor:
-        inner = self.first(x)
-        if self.norm is not None:
-            inner = self.norm(inner)
+        inner = self.norm(self.first(x))
         if self.hint is not None:
             scale, shift = self.hint(hint)[..., None, None].chunk(2, dim=1)
             inner = inner * (1 + scale) + shift
@@ -47,9 +46,7 @@ class Trunk(nn.Module):
         hints: features of the number; 0 where none is told.
     """
 
-    def __init__(
-        self, inputs: int, outputs: int, widths: tuple[int, ...], blocks: tuple[int, ...], hints: int = 0
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, widths: Sizes, blocks: Sizes, hints: int = 0) -> None:
         super().__init__()
         if hints:
             self.hints = nn.Sequential(nn.Linear(1, hints), nn.SiLU(), nn.Linear(hints, hints), nn.SiLU())

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from keepcover.data import Labelled
 from keepcover.engine.progress import Bar, Progress
 from keepcover.errors import InputError
-from keepcover.models.heads import backbone, check_head_is_last, last_linear
-from keepcover.training.recipe import Recipe
+from keepcover.models.checkpoints import backbone, check_head_is_last, last_linear
+from keepcover.training.recipe import Device, Recipe
 from keepcover.training.views import Views
+
+BATCH = 4096  # images that the backbone sees at a time
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,7 @@ class FeatureBank:
         recipe: Recipe,
         *,
         views: int = 4,
-        device: torch.device | str = "cpu",
-        batch_size: int = 4096,
-        compile: bool = False,
+        device: Device = "cpu",
         progress: Progress = True,
     ) -> FeatureBank:
         """Run the frozen backbone once over ``views`` crops and flips of every image under the recipe's copies of noise."""
@@ -49,8 +49,8 @@ class FeatureBank:
         start, device = time.monotonic(), torch.device(device)
         body = backbone(model).to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         check_head_is_last(model.to(device).eval(), data.images[:2].to(device))
-        run = torch.compile(body) if compile else body
-        source, bank = Views.of(data, recipe, device), None
+        source, size = Views.of(data, recipe, device), (views, recipe.copies, last_linear(model)[1].in_features)
+        bank = torch.empty(len(data), *size, dtype=torch.float16, device=device)
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.autocast("cuda", torch.float16, enabled=device.type == "cuda"),
@@ -58,15 +58,10 @@ class FeatureBank:
         ):
             torch.manual_seed(recipe.seed)
             for view in range(views):
-                for index in torch.arange(len(data), device=device).split(max(1, batch_size // recipe.copies)):
-                    features = (
-                        run(source.noisy(source.clean(index), recipe.copies)).half().view(len(index), recipe.copies, -1)
-                    )
-                    if bank is None:
-                        bank = features.new_empty(len(data), views, *features.shape[1:])
-                    bank[index, view] = features
+                for index in torch.arange(len(data), device=device).split(max(1, BATCH // recipe.copies)):
+                    features = body(source.noisy(source.clean(index), recipe.copies))
+                    bank[index, view] = features.half().view(len(index), *size[1:])
                     bar.advance(len(index))
-        assert bank is not None
         if not bank.isfinite().all():
             raise InputError("the backbone returned features beyond float16 under noise; check the weights")
         return cls(bank, data.labels.to(device), time.monotonic() - start)
@@ -84,10 +79,8 @@ class FeatureBank:
         if copies > held:
             raise InputError(f"the bank holds {held} noisy copies of each view, {copies} were asked for")
         view = torch.randint(views, (len(index), 1), device=self.device)
-        if copies == held:
-            which = torch.arange(held, device=self.device).expand(len(index), held)
-        else:
-            which = torch.rand(len(index), held, device=self.device).argsort(dim=1)[:, :copies]
+        every = torch.arange(held, device=self.device).expand(len(index), held)
+        which = every if copies == held else torch.rand(every.shape, device=self.device).argsort(dim=1)[:, :copies]
         return self.features[index[:, None], view, which].float()
 
     def logits(self, model: nn.Module, index: Tensor, copies: int) -> Float[Tensor, "b copies k"]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,16 @@ from safetensors.torch import load as deserialize
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from keepcover.data.decode import SUFFIXES, decode
+from keepcover.data.decode import decode, images_among
 from keepcover.engine.fingerprint import fingerprint
 from keepcover.engine.progress import Progress
 from keepcover.errors import InputError
-from keepcover.models.denoiser import SPREAD, Denoiser, denoiser_bytes, load_denoiser
-from keepcover.training.loop import Loop, Objective
-from keepcover.training.noise import outputs_of
-from keepcover.training.recipe import Recipe
-from keepcover.training.resume import checkpoint_for, write_results
-from keepcover.training.views import augment, padded_bytes, places
+from keepcover.models.checkpoints import weights_bytes
+from keepcover.models.denoiser import SIGMAS, SPREAD, Denoiser, load_denoiser
+from keepcover.training.base import outputs_of
+from keepcover.training.loop import Loop, Objective, Say, checkpoint_for, write_results
+from keepcover.training.recipe import Device, Recipe
+from keepcover.training.views import augment, half, padded_bytes, places
 
 HELD = 256  # images set aside, at most a tenth
 EPOCH = 100  # steps
@@ -49,7 +48,7 @@ class DenoiserRecipe:
         stability: weight of the classifier's divergence, where one is given, beside the squared error.
     """
 
-    sigmas: tuple[float, float] = (0.05, 1.0)
+    sigmas: tuple[float, float] = SIGMAS
     minutes: float | None = None
     steps: int | None = None
     crop: int = 128
@@ -80,7 +79,7 @@ class DenoiserRecipe:
     def loop(self) -> Recipe:
         """What the loop of every training needs to know of it."""
         shared = {name: getattr(self, name) for name in ("lr", "weight_decay", "average", "clip", "seed", "minutes")}
-        epochs = (self.steps or 1) // self.steps_per_epoch
+        epochs = (self.steps or EPOCH) // self.steps_per_epoch
         return Recipe(self.sigmas[1], epochs=epochs, batch_size=1, optimiser="adamw", **shared)
 
 
@@ -114,74 +113,45 @@ def _squares(spec: str | Path, size: int) -> Iterator[np.ndarray]:
         raise InputError(f"expected FOLDER@SIDE with the side of a tile in pixels, got {spec}")
     where = Path(path)
     listed = where.parent.glob(where.name) if "*" in where.name else where.rglob("*")
-    files = sorted(file for file in listed if file.name.lower().endswith(SUFFIXES) and not file.name.startswith("."))
-    if not files:
-        raise InputError(f"{path} holds no images; expected files that end in {', '.join(SUFFIXES)}")
-    for file in files:
-        yield from _tiles(file, int(tile)) if tile else [_square(file, size)]
+    for file in images_among(listed, path):
+        pixels = decode(file, None, None)
+        _, height, width = pixels.shape
+        short = min(height, width)
+        if tile:
+            side = int(tile)
+            if short < side:
+                raise InputError(f"{file} has {width} x {height} pixels, too few for tiles of {side} x {side}")
+            whole = pixels[:, : height // side * side, : width // side * side]
+            tiles = whole.reshape(3, height // side, side, width // side, side).transpose(1, 3, 0, 2, 4)
+            yield from tiles.reshape(-1, 3, side, side)
+        elif short > size:
+            yield decode(file, size, size)
+        else:
+            side = short if short < 64 else short // 16 * 16  # few sizes: each is a batch of its own
+            top, left = (height - side) // 2, (width - side) // 2
+            yield pixels[:, top : top + side, left : left + side]
 
 
-def _tiles(file: Path, side: int) -> Sequence[np.ndarray]:
-    pixels = decode(file, None, None)
-    rows, columns = (length // side for length in pixels.shape[1:])
-    if not rows * columns:
-        raise InputError(
-            f"{file} has {pixels.shape[2]} x {pixels.shape[1]} pixels, too few for tiles of {side} x {side}"
-        )
-    cut = pixels[:, : rows * side, : columns * side].reshape(3, rows, side, columns, side)
-    return list(cut.transpose(1, 3, 0, 2, 4).reshape(-1, 3, side, side))
-
-
-def _square(file: Path, size: int) -> np.ndarray:
-    pixels = decode(file, None, None)
-    side = min(pixels.shape[1:])
-    if side > size:
-        return decode(file, size, size)
-    side = side if side < 64 else side // 16 * 16  # few sizes: each is a batch of its own
-    top, left = ((length - side) // 2 for length in pixels.shape[1:])
-    return pixels[:, top : top + side, left : left + side]
-
-
-def as_groups(images: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Images as bytes, one tensor [n, c, h, w] per size; floats in [0, 1] become bytes."""
-    listed = [images] if isinstance(images, Tensor) else list(images)
-    if not listed or any(group.ndim != 4 or not len(group) for group in listed):
+def _parts(images: Tensor | Sequence[Tensor], seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Images as bytes, one tensor [n, c, h, w] per size: those to train on, and those set aside, at most a tenth of each size."""
+    groups = [images] if isinstance(images, Tensor) else list(images)
+    if not groups or any(group.ndim != 4 or not len(group) for group in groups):
         raise InputError("expected images [n, c, h, w], or a list of such tensors, none of them empty")
-    if len({group.shape[1] for group in listed}) > 1:
-        raise InputError(f"expected one number of channels, got {sorted({group.shape[1] for group in listed})}")
-    return [group if group.dtype == torch.uint8 else padded_bytes(group, 0) for group in listed]
+    if len(channels := sorted({group.shape[1] for group in groups})) > 1:
+        raise InputError(f"expected one number of channels, got {channels}")
+    total, kept, held = sum(map(len, groups)), [], []
+    for group in groups:
+        pixels = group if group.dtype == torch.uint8 else padded_bytes(group, 0)
+        order = torch.randperm(len(group), generator=torch.Generator().manual_seed(seed))
+        aside = min(len(group) // 10, max(1, HELD * len(group) // total))
+        held.append(pixels[order[:aside]])
+        kept.append(pixels[order[aside:]])
+    if not sum(map(len, held)):
+        raise InputError(f"expected at least 10 images of one size, got {total}")
+    return kept, [group for group in held if len(group)]
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
-
-
-def clean_batch(group: Tensor, crop: int, count: int, grey: float) -> Tensor:
-    """Random crops, mirrored at random, some of them grey, in [0, 1]."""
-    size = tuple(min(crop, side) for side in group.shape[2:])
-    room = tuple(whole - side for whole, side in zip(group.shape[2:], size, strict=True))
-    index = torch.randint(len(group), (count,), device=group.device)
-    images = augment(group, index, *places(count, size, room, True, group.device))
-    if group.shape[1] == 3 and grey:
-        images[: round(grey * count)] = images[: round(grey * count)].mean(dim=1, keepdim=True)
-    return images
-
-
-def noisy_batch(clean: Tensor, sigma: Tensor, grey: float) -> tuple[Tensor, Tensor]:
-    """Noisy images and their clean ones: one noise for all channels where they are grey, and sometimes an edge that is repeated,
-    as images of other sizes are filled up.
-    """
-    noise = torch.randn(clean.shape, device=clean.device)
-    if clean.shape[1] == 3 and grey:
-        some = round(grey * len(clean))
-        noise[:some] = noise[:some, :1]
-    noisy = clean + sigma[:, None, None, None] * noise
-    cut = torch.randint(0, 16, (2,), device=clean.device)
-    cut = cut * (torch.rand(2, device=clean.device) < 0.1)
-    for axis, less in zip((2, 3), cut, strict=True):
-        side = clean.shape[axis]
-        kept = torch.minimum(torch.arange(side, device=clean.device), (side - 1 - less).clamp(min=0))
-        noisy, clean = noisy.index_select(axis, kept), clean.index_select(axis, kept)
-    return noisy, clean
 
 
 class _Loss(nn.Module):
@@ -207,55 +177,57 @@ class Denoising(Objective):
     """The loss of one step: crops of every size, each in proportion to the pixels that there are of it."""
 
     def __init__(
-        self,
-        network: Denoiser,
-        classifier: nn.Module | None,
-        groups: Sequence[Tensor],
-        recipe: DenoiserRecipe,
-        compile: bool,
+        self, model: Denoiser, classifier: nn.Module | None, groups: list[Tensor], recipe: DenoiserRecipe, compile: bool
     ) -> None:
-        self.network, self.groups, self.recipe = network, groups, recipe
-        self.parameters, self.cuda = list(network.parameters()), groups[0].is_cuda
-        self.plain = _Loss(network, classifier, recipe.stability)
-        compiles = compile and self.cuda and len(groups) <= 4  # each size is compiled by itself
-        self.loss: Callable[..., Tensor] = torch.compile(self.plain, dynamic=False) if compiles else self.plain
+        self.groups, self.recipe, self.device = groups, recipe, groups[0].device
+        compiles = compile and self.device.type == "cuda" and len(groups) <= 4  # each size is compiled by itself
+        super().__init__(model, [_Loss(model, classifier, recipe.stability)], compiles, dynamic=False)
         areas = [min(recipe.crop, group.shape[2]) * min(recipe.crop, group.shape[3]) for group in groups]
         total = sum(len(group) * area for group, area in zip(groups, areas, strict=True))
         self.shares = [len(group) * area / total for group, area in zip(groups, areas, strict=True)]
         self.counts = [max(1, round(recipe.pixels * w / area)) for w, area in zip(self.shares, areas, strict=True)]
 
+    def batch(self, group: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Noisy images, their clean ones and their sigmas: crops, mirrored at random, some of them grey, with one noise for all
+        channels, and sometimes an edge that is repeated, as images of other sizes are filled up.
+        """
+        recipe, (low, high) = self.recipe, map(math.log, self.recipe.sigmas)
+        size = [min(recipe.crop, side) for side in group.shape[2:]]
+        room = [whole - side for whole, side in zip(group.shape[2:], size, strict=True)]
+        index = torch.randint(len(group), (count,), device=self.device)
+        clean = augment(group, index, *places(count, size, room, True, self.device))
+        grey = round(recipe.grey * count) if group.shape[1] == 3 else 0
+        clean[:grey] = clean[:grey].mean(dim=1, keepdim=True)
+        sigma = (low + (high - low) * torch.rand(count, device=self.device)).exp()
+        noise = torch.randn(clean.shape, device=self.device)
+        noise[:grey] = noise[:grey, :1]
+        noisy = clean + sigma[:, None, None, None] * noise
+        cut = torch.randint(0, 16, (2,), device=self.device)
+        cut = cut * (torch.rand(2, device=self.device) < 0.1)
+        for axis, side, less in zip((2, 3), size, cut, strict=True):
+            kept = torch.minimum(torch.arange(side, device=self.device), (side - 1 - less).clamp(min=0))
+            noisy, clean = noisy.index_select(axis, kept), clean.index_select(axis, kept)
+        return noisy, clean, sigma
+
     def __call__(self, index: Tensor) -> Tensor:
         del index  # an epoch is a number of steps: images are drawn with replacement
-        recipe, (low, high) = self.recipe, map(math.log, self.recipe.sigmas)
-        half = torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if self.cuda else nullcontext()
         losses = []
         for group, share, count in zip(self.groups, self.shares, self.counts, strict=True):
-            clean = clean_batch(group, recipe.crop, count, recipe.grey)
-            sigma = (low + (high - low) * torch.rand(count, device=group.device)).exp()
-            noisy, clean = noisy_batch(clean, sigma, recipe.grey)
-            with half:
-                losses.append(share * self.loss(noisy, clean, sigma))
+            batch = self.batch(group, count)
+            with half(self.device):
+                losses.append(share * self.run[0](*batch))
         return torch.stack(losses).sum()
-
-    def state(self) -> dict[str, Tensor]:
-        return {f"denoiser.{name}": value for name, value in self.network.state_dict().items()}
-
-    def simplify(self) -> bool:
-        compiled, self.loss = self.loss is not self.plain, self.plain
-        return compiled
 
 
 @torch.inference_mode()
 def psnr(denoiser: Denoiser, groups: Sequence[Tensor], sigma: float, seed: int = 0) -> float:
     """Decibels of the denoised images of all groups."""
-    total, count, generator = 0.0, 0, torch.Generator().manual_seed(seed)
-    for group in groups:
-        for part in group.split(32):
-            clean = part.float() / 255
-            noise = torch.randn(clean.shape, generator=generator).to(clean.device)
-            total += float(((denoiser(clean + sigma * noise, sigma) - clean) ** 2).sum())
-            count += clean.numel()
-    return -10 * math.log10(total / count)
+    total, generator = 0.0, torch.Generator().manual_seed(seed)
+    for part in (part for group in groups for part in group.split(32)):
+        clean = part.float() / 255
+        noise = torch.randn(clean.shape, generator=generator).to(clean.device)
+        total += float(((denoiser(clean + sigma * noise, sigma) - clean) ** 2).sum())
+    return -10 * math.log10(total / sum(group.numel() for group in groups))
 
 
 def train_denoiser(
@@ -267,12 +239,11 @@ def train_denoiser(
     start: str | Path | Denoiser | None = None,
     classifier: nn.Module | None = None,
     towards: str = "",
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
     compile: bool = True,
     resume: bool = True,
-    checkpoint_seconds: float = 30.0,
     progress: Progress = True,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> dict[str, Any]:
     """Train a denoiser and write ``out`` (float16 safetensors) and its card (JSON, the same name); returns the card.
 
@@ -282,20 +253,16 @@ def train_denoiser(
     """
     out, device = Path(out), torch.device(device)
     checkpoint = checkpoint_for(out, resume)
-    groups, held = _parts(as_groups(images), recipe.seed)
-    groups, held = ([group.to(device) for group in some] for some in (groups, held))
-    channels = groups[0].shape[1]
+    groups, held = ([group.to(device) for group in some] for some in _parts(images, recipe.seed))
     torch.manual_seed(recipe.seed)
-    network = _start(start, channels, recipe)
-    network = network.to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+    network = _start(start, groups[0].shape[1], recipe).to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
     if classifier is not None:
         for group in groups:
             outputs_of(classifier.to(device), group[:2].float() / 255)
         classifier = classifier.to(device).to(memory_format=torch.channels_last).eval().requires_grad_(False)  # type: ignore[call-overload]
     history: list[list[float]] = []
-    loop = Loop(
-        Denoising(network, classifier, groups, recipe, compile), recipe.loop, per := recipe.steps_per_epoch, device, say
-    )
+    objective, per = Denoising(network, classifier, groups, recipe, compile), recipe.steps_per_epoch
+    loop = Loop(objective, recipe.loop, per, device, say)
 
     def log(loss: float) -> None:
         epochs = loop.fixed.epochs
@@ -306,10 +273,9 @@ def train_denoiser(
     digest = hashlib.sha256()
     for group in groups:
         digest.update(group.cpu().numpy())  # type: ignore[arg-type]
-    start_at = {"start": fingerprint(network), "towards": towards}
-    belongs = {**asdict(recipe), **start_at, "data": digest.hexdigest()}
-    seconds = loop.run(checkpoint, belongs, checkpoint_seconds=checkpoint_seconds, each=log, progress=progress)
-    content = denoiser_bytes(network)
+    belongs = {**asdict(recipe), "start": fingerprint(network), "towards": towards, "data": digest.hexdigest()}
+    seconds = loop.run(checkpoint, belongs, each=log, progress=progress)
+    content = weights_bytes(network, network.about)
     network.load_state_dict({name: value.float() for name, value in deserialize(content).items()})
     network.eval()  # what is measured is what is stored: the float16 weights
     card = {
@@ -329,24 +295,10 @@ def train_denoiser(
     return write_results(out, content, card, seconds, device)
 
 
-def _parts(groups: list[Tensor], seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Images to train on, and those set aside: at most a tenth of each size."""
-    total = sum(map(len, groups))
-    kept, held = [], []
-    for group in groups:
-        order = torch.randperm(len(group), generator=torch.Generator().manual_seed(seed))
-        aside = min(len(group) // 10, max(1, HELD * len(group) // total))
-        held.append(group[order[:aside]])
-        kept.append(group[order[aside:]])
-    if not sum(map(len, held)):
-        raise InputError(f"expected at least 10 images of one size, got {total}")
-    return kept, [group for group in held if len(group)]
-
-
 def _start(start: str | Path | Denoiser | None, channels: int, recipe: DenoiserRecipe) -> Denoiser:
-    network = start if isinstance(start, Denoiser) else None if start is None else load_denoiser(start)
-    if network is None:
+    if start is None:
         return Denoiser(channels, recipe.sigmas)
+    network = start if isinstance(start, Denoiser) else load_denoiser(start)
     if network.channels != channels:
         raise InputError(f"the denoiser to start from is for {network.channels} channels, the images have {channels}")
     low, high = zip(network.sigmas, recipe.sigmas, strict=True)

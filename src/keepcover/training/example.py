@@ -7,7 +7,7 @@ from torch import nn
 
 from keepcover.data import Labelled, digits
 from keepcover.models import SmallCNN
-from keepcover.training.noise import fit_under_noise
+from keepcover.training.base import fit_under_noise
 
 SIGMA, EPOCHS = 0.5, 60
 

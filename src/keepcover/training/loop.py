@@ -6,11 +6,13 @@ kernels per step, and launching them costs more than running them.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +20,65 @@ import torch
 from torch import Tensor, nn
 
 from keepcover.engine.progress import Bar, Progress
-from keepcover.errors import InputError
+from keepcover.errors import InputError, reason, refusing
+from keepcover.files import check_folder, write_file
+from keepcover.sealing import UNREADABLE, pack, unpack
 from keepcover.training.optimise import AdamW, Average, Replayed, Sgd, clipped, copy_into, epoch_key
-from keepcover.training.recipe import Recipe
-from keepcover.training.resume import Checkpoint
+from keepcover.training.recipe import Device, Recipe
 
 Say = Callable[[str], None]
 
 
-class Objective(ABC):
-    """What a loop minimises over ``parameters``."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where a run stands: its tensors, the epochs done and to do in all, and the seconds spent."""
 
-    parameters: list[nn.Parameter]
+    state: Mapping[str, Tensor]
+    epoch: int
+    epochs: int
+    seconds: float
+
+    def save(self, path: Path, recipe: Mapping[str, Any]) -> None:
+        """Replace ``path`` in one step: a kill leaves the old checkpoint or the new one."""
+        facts = {name: value for name, value in vars(self).items() if name != "state"}
+        write_file(path, pack(self.state, {**facts, "recipe": recipe}))
+
+    @classmethod
+    def load(cls, path: Path, recipe: Mapping[str, Any], expected: Mapping[str, Tensor]) -> Checkpoint | None:
+        """The checkpoint at ``path``; None where there is none, an error where it belongs to another run."""
+        if not path.is_file():
+            return None
+        with refusing(f"{path} is not a readable checkpoint", *UNREADABLE, advice="delete it to start over"):
+            state, facts = unpack(path)
+        if facts.get("recipe") != json.loads(json.dumps(recipe)):
+            other = "another recipe, other data or other base weights"
+            raise InputError(f"{path} belongs to {other}; delete it to start over, or train into another file")
+        if {name: state[name].shape for name in state} != {name: expected[name].shape for name in expected}:
+            raise InputError(f"{path} belongs to another architecture; delete it or train into another file")
+        return cls(state, int(facts["epoch"]), int(facts["epochs"]), float(facts["seconds"]))
+
+
+class Objective(ABC):
+    """What a loop minimises over those parameters of a model that are not frozen."""
+
+    def __init__(self, model: nn.Module, networks: Sequence[nn.Module] = (), compile: bool = False, **how: Any) -> None:
+        """``networks`` are those that a step runs, as ``run``: through the compiler (``how``) where asked."""
+        self.model, self.parameters = model, [one for one in model.parameters() if one.requires_grad]
+        self.plain = list(networks)
+        self.run: list[Any] = [torch.compile(one, **how) for one in networks] if compile else self.plain
 
     @abstractmethod
     def __call__(self, index: Tensor) -> Tensor:
         """The loss of the examples at ``index``."""
 
-    @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """Every tensor that a step changes: parameters, and running statistics where there are such."""
+        return {f"model.{name}": value for name, value in self.model.state_dict().items()}
 
     def simplify(self) -> bool:
         """Compute the same without a compiler from now on; False where there was none."""
-        return False
+        compiled, self.run = self.run is not self.plain, self.plain
+        return compiled
 
 
 class Loop:
@@ -52,9 +89,7 @@ class Loop:
         epoch: how many are done.
     """
 
-    def __init__(
-        self, objective: Objective, recipe: Recipe, count: int, device: torch.device | str, say: Say = print
-    ) -> None:
+    def __init__(self, objective: Objective, recipe: Recipe, count: int, device: Device, say: Say = print) -> None:
         if count < recipe.batch_size:
             raise InputError(f"expected at least one batch of {recipe.batch_size} images, got {count}")
         self.objective, self.recipe, self.fixed = objective, recipe, recipe
@@ -79,10 +114,9 @@ class Loop:
         self.loss.copy_(loss.detach())
 
     def _simplify(self, error: Exception) -> bool:
-        done = self.objective.simplify()
-        if done:
-            reason = (str(error).splitlines() or [""])[0]
-            self.say(f"the compiled step failed ({type(error).__name__}: {reason}); going on without the compiler")
+        if done := self.objective.simplify():
+            why = f"{type(error).__name__}: {reason(error)}"
+            self.say(f"the compiled step failed ({why}); going on without the compiler")
         return done
 
     def state(self) -> dict[str, Tensor]:
@@ -123,10 +157,8 @@ class Loop:
         copy_into(self.state(), kept)
         epochs = max(1, int(0.97 * left / (each * self.steps_per_epoch)))  # a little is for judging and writing
         self.fixed = replace(self.recipe, epochs=epochs)
-        self.say(
-            f"{self.recipe.batch_size / each:,.0f} images/s after {now - self.start:.0f} s; {epochs} epochs fit into the "
-            f"{max(0.0, left):.0f} s that are left"
-        )
+        speed = f"{self.recipe.batch_size / each:,.0f} images/s after {now - self.start:.0f} s"
+        self.say(f"{speed}; {epochs} epochs fit into the {max(0.0, left):.0f} s that are left")
 
     def run(
         self,
@@ -156,15 +188,9 @@ class Loop:
             with Bar(label, epochs * self.steps_per_epoch, progress) as bar:
                 bar.done = self.epoch * self.steps_per_epoch
                 while self.epoch < epochs:
-                    began, loss = time.monotonic(), self._run_epoch(bar)
+                    loss = self._run_epoch(bar)
                     if not math.isfinite(loss):
                         raise InputError(f"training diverged: the loss became {loss} in epoch {self.epoch}; lower lr")
-                    if self.epoch in (1, 2) and self.device.type == "cuda":  # the first includes the compiler
-                        took = time.monotonic() - began
-                        speed = self.steps_per_epoch * self.recipe.batch_size / took
-                        self.say(
-                            f"epoch {self.epoch}: {speed:,.0f} images/s, {took * (epochs - self.epoch):.0f} s left"
-                        )
                     each(loss)
                     now = time.monotonic()
                     if checkpoint and now - saved >= checkpoint_seconds and self.epoch < epochs:
@@ -175,3 +201,35 @@ class Loop:
         if not all(bool(parameter.isfinite().all()) for parameter in self.objective.parameters):
             raise InputError("training diverged: parameters are no longer finite; lower lr")
         return spent + time.monotonic() - self.start
+
+
+def checkpoint_for(out: Path, resume: bool) -> Path:
+    """Where the checkpoint of a run that writes ``out`` lies; that both can be written is checked before any work is done.
+
+    An earlier checkpoint is deleted unless the run is to go on from it.
+    """
+    if out.suffix != ".safetensors":
+        raise InputError(f"expected an output file that ends in .safetensors, got {out.name}")
+    checkpoint = out.with_suffix(".checkpoint.safetensors")
+    check_folder(out.parent, out.name, out.with_suffix(".json").name, checkpoint.name)
+    if not resume:
+        checkpoint.unlink(missing_ok=True)
+    return checkpoint
+
+
+def write_results(
+    out: Path, content: bytes, card: dict[str, Any], seconds: float, device: torch.device
+) -> dict[str, Any]:
+    """Write trained weights and, beside them, their card with cost and checksum; the checkpoint has done its service."""
+    cuda = device.type == "cuda"
+    whole = {
+        **card,
+        "seconds": round(seconds, 1),
+        "hardware": torch.cuda.get_device_name(device) if cuda else f"{torch.get_num_threads()} CPU threads",
+        "torch": torch.__version__,
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+    write_file(out, content)
+    write_file(out.with_suffix(".json"), (json.dumps(whole, indent=1) + "\n").encode())
+    out.with_suffix(".checkpoint.safetensors").unlink(missing_ok=True)
+    return whole

@@ -33,9 +33,14 @@ class CrossEntropy:
 
     def __call__(self, outputs: Tensor, truth: Tensor) -> Float[Tensor, " n"]:
         """The loss of every example."""
-        self._check(outputs, truth)
+        several = truth.dtype == torch.bool
+        wanted = outputs.shape if several else (outputs.shape[0], *outputs.shape[2:])
+        if tuple(truth.shape) != tuple(wanted):
+            shapes = f"shape {list(wanted)} for outputs {list(outputs.shape)}, got {list(truth.shape)} ({truth.dtype})"
+            kinds = "one label [n], one per pixel [n, h, w], or bool [n, classes] for several"
+            raise InputError(f"expected labels of {shapes}: {kinds}")
         weights = None if self.weights is None else torch.tensor(self.weights, device=outputs.device)
-        if truth.dtype == torch.bool:
+        if several:
             return F.binary_cross_entropy_with_logits(outputs, truth.float(), weights, reduction="none").mean(dim=1)
         ignored = -100 if self.ignore is None else self.ignore
         losses = F.cross_entropy(outputs, truth, weights, reduction="none", ignore_index=ignored)
@@ -51,15 +56,6 @@ class CrossEntropy:
         """Where the outputs say what is true, among what counts, flat."""
         said = outputs > 0 if truth.dtype == torch.bool else outputs.argmax(dim=1)
         return (said == truth)[self.counted(truth)]
-
-    def _check(self, outputs: Tensor, truth: Tensor) -> None:
-        several = truth.dtype == torch.bool
-        wanted = outputs.shape if several else (outputs.shape[0], *outputs.shape[2:])
-        if tuple(truth.shape) != tuple(wanted):
-            raise InputError(
-                f"expected labels of shape {list(wanted)} for outputs {list(outputs.shape)}, got {list(truth.shape)} "
-                f"({truth.dtype}): one label [n], one per pixel [n, h, w], or bool [n, classes] for several"
-            )
 
 
 def rarity(truth: Tensor, classes: int, power: float = 0.5) -> tuple[float, ...]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+Step = Callable[[], None]
+State = Mapping[str, Tensor]
 
 
 class Sgd:
@@ -17,16 +21,14 @@ class Sgd:
 
     Example:
         >>> weight = torch.tensor([1.0])
-        >>> sgd = Sgd([weight], momentum=0.0, weight_decay=0.0)
+        >>> sgd = Sgd([weight], momentum=0.0, weight_decay=0.0, nesterov=False)
         >>> _ = sgd.lr.fill_(0.5)
         >>> sgd.step([torch.tensor([1.0])])
         >>> weight
         tensor([0.5000])
     """
 
-    def __init__(
-        self, parameters: Iterable[Tensor], momentum: float, weight_decay: float, nesterov: bool = False
-    ) -> None:
+    def __init__(self, parameters: Iterable[Tensor], momentum: float, weight_decay: float, nesterov: bool) -> None:
         self.parameters = list(parameters)
         self.momentum, self.weight_decay, self.nesterov = momentum, weight_decay, nesterov
         self.velocity = [torch.zeros_like(parameter) for parameter in self.parameters]
@@ -86,7 +88,7 @@ def clipped(gradients: tuple[Tensor, ...], length: float) -> list[Tensor]:
 class Average:
     """An exponential average of the floating-point tensors of ``state``, kept beside them."""
 
-    def __init__(self, state: Mapping[str, Tensor]) -> None:
+    def __init__(self, state: State) -> None:
         self.values = {name: value.detach().clone() for name, value in state.items()}
         self.smooth = [name for name, value in self.values.items() if value.is_floating_point()]
         self.weight = torch.ones((), device=next(iter(self.values.values())).device)
@@ -96,7 +98,7 @@ class Average:
         self.weight.fill_(max(1 / max(window, 1.0), 9 / (10 + done)))
 
     @torch.no_grad()
-    def step(self, state: Mapping[str, Tensor]) -> None:
+    def step(self, state: State) -> None:
         """Move towards ``state``."""
         mine = [self.values[name] for name in self.smooth]
         steps = torch._foreach_sub([state[name] for name in self.smooth], mine)
@@ -115,44 +117,35 @@ class Replayed:
     """
 
     def __init__(
-        self,
-        step: Callable[[], None],
-        state: Callable[[], Mapping[str, Tensor]],
-        device: torch.device,
-        simplify: Callable[[Exception], bool] = lambda _: False,
+        self, step: Step, state: Callable[[], State], device: torch.device, simplify: Callable[[Exception], bool]
     ) -> None:
         self.step, self.state, self.device, self.simplify = step, state, device, simplify
-        self._ready: Callable[[], None] | None = None
 
     def __call__(self) -> None:
-        if self._ready is None:
-            self._ready = self._rehearse()
-        self._ready()
+        self._rehearsed()
 
-    def _rehearse(self) -> Callable[[], None]:
+    @cached_property
+    def _rehearsed(self) -> Step:
         # Detached: a clone that remembers its parameter would tie the recording to the stream it was made on.
         kept = {name: value.detach().clone() for name, value in self.state().items()}
         devices = [self.device] if self.device.type == "cuda" else []
         while True:
             try:
                 with torch.random.fork_rng(devices):
-                    return self._record() if devices else self._once()
+                    if devices:
+                        return self._record()
+                    self.step()
+                    return self.step
             except Exception as error:  # a compiler may raise anything
                 if not self.simplify(error):
                     raise
             finally:
                 copy_into(self.state(), kept)
 
-    def _once(self) -> Callable[[], None]:
-        self.step()
-        return self.step
-
-    def _record(self) -> Callable[[], None]:
+    def _record(self) -> Step:
         cudnn = torch.backends.cudnn
-        chooses, cudnn.benchmark = (
-            cudnn.benchmark,
-            True,
-        )  # the recorded convolutions run often: the fastest are worth a search
+        # The recorded convolutions run often: the fastest are worth a search.
+        chooses, cudnn.benchmark = cudnn.benchmark, True
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         try:
@@ -169,7 +162,7 @@ class Replayed:
 
 
 @torch.no_grad()
-def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
+def copy_into(target: State, source: State) -> None:
     """Copy values in place: a recorded step holds on to these very tensors."""
     for name, value in target.items():
         value.copy_(source[name])

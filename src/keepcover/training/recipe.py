@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from keepcover.errors import InputError
 from keepcover.noise import Noise, get_noise
+
+Device = torch.device | str
 
 
 @dataclass(frozen=True)
@@ -55,20 +60,16 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not (0 <= self.sigma < math.inf and 0 < self.lr < math.inf) or min(self.epochs, self.batch_size) < 1:
-            raise InputError(f"expected sigma >= 0, epochs >= 1, a batch size >= 1 and lr > 0, all finite, got {self}")
+            found = f"{self.sigma}, {self.epochs}, {self.batch_size} and {self.lr}"
+            raise InputError(f"expected sigma >= 0, epochs >= 1, a batch size >= 1 and lr > 0, all finite, got {found}")
         if self.pad < 0 or self.cutout < 0:
-            raise InputError(
-                f"expected a shift and a square of 0 pixels or more, got pad {self.pad}, cutout {self.cutout}"
-            )
-        if not all(0 <= share <= 1 for share in (self.cutmix, self.average, self.teacher_weight)):
-            raise InputError(
-                "expected shares in [0, 1] for cutmix, average and teacher_weight, got "
-                f"{self.cutmix}, {self.average} and {self.teacher_weight}"
-            )
+            raise InputError(f"expected pad and cutout of 0 pixels or more, got {self.pad} and {self.cutout}")
+        shares = self.cutmix, self.average, self.teacher_weight
+        if not all(0 <= share <= 1 for share in shares):
+            raise InputError(f"expected shares in [0, 1] for cutmix, average and teacher_weight, got {shares}")
         if self.copies < 1 or not self.temperature > 0 or not (self.minutes is None or 0 < self.minutes < math.inf):
-            raise InputError(
-                f"expected copies >= 1, temperature > 0 and minutes > 0, got {self.copies}, {self.temperature}, {self.minutes}"
-            )
+            found = f"{self.copies}, {self.temperature} and {self.minutes}"
+            raise InputError(f"expected copies >= 1, temperature > 0 and minutes > 0, got {found}")
 
     @property
     def law(self) -> Noise:
@@ -89,6 +90,8 @@ class Recipe:
         return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))
 
 
+# In place of the defaults: small networks, and wide ones, which overfit under the defaults.
+SMALL: dict[str, Any] = {"weight_decay": 1e-3, "temperature": 1.0, "optimiser": "adamw"}
 WIDE = {"batch_size": 512, "lr": 0.2, "weight_decay": 1e-3, "nesterov": True, "cutout": 12, "average": 0.04}
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +12,12 @@ from keepcover.data import Labelled
 from keepcover.engine.inputs import extremes
 from keepcover.errors import InputError
 from keepcover.noise import Noise
-from keepcover.training.recipe import Recipe
+from keepcover.training.recipe import Device, Recipe
+
+
+def half(device: torch.device) -> torch.autocast:
+    """bfloat16 on a GPU. Without the cache of weights: a recorded step must cast them anew."""
+    return torch.autocast("cuda", torch.bfloat16, device.type == "cuda", cache_enabled=False)
 
 
 def padded_bytes(images: Tensor, pad: int) -> Tensor:
@@ -27,16 +30,12 @@ def padded_bytes(images: Tensor, pad: int) -> Tensor:
     low, high = extremes(images) if images.is_floating_point() else (math.nan, math.nan)
     if not (low > -0.5 / 255 and high < 255.5 / 255):
         found = f"values in [{low:.3g}, {high:.3g}]" if images.is_floating_point() else str(images.dtype)
-        raise InputError(
-            f"expected float images in [0, 1], the units of sigma, got {found}; divide 8-bit pixels by 255, and put any other "
-            "normalisation inside the model"
-        )
+        advice = "divide 8-bit pixels by 255, and put any other normalisation inside the model"
+        raise InputError(f"expected float images in [0, 1], the units of sigma, got {found}; {advice}")
     return nn.functional.pad((images * 255).round().to(torch.uint8), [pad] * 4)
 
 
-def places(
-    count: int, size: Sequence[int], room: Sequence[int], flip: bool, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def places(count: int, size: Sequence[int], room: Sequence[int], flip: bool, device: Device) -> tuple[Tensor, Tensor]:
     """Rows [count, h, 1] and columns [count, 1, w] of random crops of ``size``, mirrored at random; ``room`` is how far they move."""
     height, width = size
     corner = [torch.randint(0, most + 1, (count, 1), device=device) for most in room]
@@ -76,12 +75,7 @@ class Views:
     """
 
     def __init__(
-        self,
-        images: Tensor,
-        labels: Tensor | None,
-        recipe: Recipe,
-        device: torch.device | str,
-        noise: Noise | None = None,
+        self, images: Tensor, labels: Tensor | None, recipe: Recipe, device: Device, noise: Noise | None = None
     ) -> None:
         self.recipe, self.device, self.noise = recipe, torch.device(device), noise or recipe.law
         if labels is not None and labels.ndim == 3 and recipe.cutmix:
@@ -89,7 +83,7 @@ class Views:
         self.images, self.labels = images.to(self.device), None if labels is None else labels.to(self.device)
 
     @classmethod
-    def of(cls, data: Labelled, recipe: Recipe, device: torch.device | str, border: int = 0) -> Views:
+    def of(cls, data: Labelled, recipe: Recipe, device: Device, border: int = 0) -> Views:
         """``border`` is the label of the black border, for labels of pixels: the one that training ignores."""
         labels = data.labels
         if labels.ndim == 3:
@@ -136,13 +130,8 @@ class Views:
         noisy = self.noise.fresh(images)
         return noisy.float() if noisy.is_floating_point() else noisy
 
-    def half(self) -> AbstractContextManager[Any]:
-        """bfloat16 on a GPU. Without the cache of weights: a recorded step must cast them anew."""
-        cuda = self.device.type == "cuda"
-        return torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if cuda else nullcontext()
-
     def logits(self, model: nn.Module, index: Tensor, copies: int) -> Tensor:
         """What the model says of new noisy views: [b, copies, classes]."""
-        with self.half():
+        with half(self.device):
             out = model(self.noisy(self.clean(index), copies))
         return out.float().reshape(len(index), copies, -1)

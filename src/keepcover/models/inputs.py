@@ -1,7 +1,8 @@
-"""Networks that see what is absent: NaN in images, -1 among tokens, as :class:`keepcover.noise.Ablation` leaves it.
+"""The first layer of a network: its normalisation, and what is absent.
 
-An ordinary network would give NaN, which is refused, and would not know zero from black. :func:`masked` gives a network with its
-normalisation inside one more input channel; :class:`Filled` serves any other.
+Absent is NaN in images, -1 among tokens, as :class:`keepcover.noise.Ablation` leaves it. An ordinary network would give NaN,
+which is refused, and would not know zero from black. :func:`masked` gives a network with its normalisation inside one more
+input channel; :class:`Filled` serves any other.
 """
 
 from __future__ import annotations
@@ -10,8 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from keepcover.errors import InputError
-from keepcover.models.small_cnn import Normalize
 from keepcover.noise.ablation import ABSENT
+
+PerChannel = tuple[float, ...]
+
+
+class Normalize(nn.Module):
+    """(x - mean) / std per channel, as the model's first layer: epsilon and sigma stay in pixel units outside."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: PerChannel, std: PerChannel) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return (images - self.mean) / self.std
 
 
 class Shown(Normalize):
@@ -40,7 +57,7 @@ class Strip(Normalize):
         [[[0.0, 2.0]], [[1.0, -1.0]]]
     """
 
-    def __init__(self, width: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    def __init__(self, width: int, mean: PerChannel, std: PerChannel) -> None:
         super().__init__(mean, std)
         self.width = width
 
@@ -50,9 +67,8 @@ class Strip(Normalize):
             raise InputError(f"expected images of at least {self.width} columns, got shape {tuple(images.shape)}")
         present = ~images[:, 0, 0].isnan()
         first = (present & ~present.roll(1, dims=-1)).to(torch.uint8).argmax(dim=-1, keepdim=True)
-        at = ((first + torch.arange(self.width, device=images.device)) % total)[:, None, None].expand(
-            -1, 1, images.shape[2], -1
-        )
+        columns = (first + torch.arange(self.width, device=images.device)) % total
+        at = columns[:, None, None].expand(-1, 1, images.shape[2], -1)
         band = super().forward(images.gather(-1, at.expand(-1, images.shape[1], -1, -1)))
         return torch.cat([band, 2 * at.to(band.dtype) / max(1, total - 1) - 1], dim=1)
 
@@ -92,10 +108,9 @@ def masked(model: nn.Module, band: int | None = None) -> nn.Module:
     first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     normal = getattr(model, "normalize", None)
     if type(normal) is not Normalize or first is None:
-        raise InputError(
-            f"expected a network with its Normalize as model.normalize and convolutions, got {type(model).__name__}; put "
-            "keepcover.models.Filled before it, or train one that reads NaN as absent"
-        )
+        wanted = "a network with its Normalize as model.normalize and convolutions"
+        advice = "put keepcover.models.Filled before it, or train one that reads NaN as absent"
+        raise InputError(f"expected {wanted}, got {type(model).__name__}; {advice}")
     numbers = tuple(normal.mean.flatten().tolist()), tuple(normal.std.flatten().tolist())
     shown = Shown(*numbers) if band is None else Strip(band, *numbers)
     model.normalize = shown.to(normal.mean.device)
