@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+from keepcover import demo as digits
 from keepcover.cli import console as ui
 from keepcover.cli import options as opt
-from keepcover.demo import demo as digits
-from keepcover.demo.report import write_report
 from keepcover.pages.sections import methods_table
 
 
@@ -26,7 +25,7 @@ def demo(
     """
     with ui.err.status("starting") as status:
         result = digits.run_demo(seed, say=ui.progress_lines(status))
-    page = write_report(result, folder, figures)
+    page = digits.write_report(result, folder, figures)
     best, table = result.best, methods_table(result.rows())
     title = f"Digits: 90 % coverage, {best.noise}, attacked within {best.guarantee.threat.reach}"
     note = f"alpha {digits.ALPHA:g}; 500 calibration, 500 test points, {len(result.audit.images)} of them attacked; one split, seed {seed}; "
