@@ -31,30 +31,25 @@ MODEL, DATA, ASKED, MEANING = opt.Model("small-cnn"), opt.Data("digits"), opt.Qu
 def audit(
     using: opt.Model = MODEL,
     points: opt.Data = DATA,
-    predictor: Annotated[Path | None, "Audit this saved predictor on the data, instead of calibrating."] = None,
+    predictor: Path | None = None,
     asked: opt.Question = ASKED,
     epsilon: opt.Epsilon = 0.5,
     alpha: opt.Alpha = 0.1,
-    method: Annotated[list[str] | None, "Methods to calibrate and attack side by side."] = None,
+    method: list[str] | None = None,
     meaning: opt.Meaning = MEANING,
-    draws: Annotated[int, "Draws per query of the exact certificates."] = 16,
-    mean_draws: Annotated[int, "Draws per query of methods that average scores."] = 256,
-    images: Annotated[int, "Test images to attack."] = 250,
-    radius: Annotated[list[float] | None, "Attack radii, repeat for a curve; epsilon by default."] = None,
-    steps: Annotated[int, "Gradient steps."] = 20,
-    attack_draws: Annotated[int, "Noise draws inside the attacker's gradient."] = 32,
-    restarts: Annotated[int, "Attack restarts; all but the first start at random."] = 1,
-    clip: Annotated[bool, "Keep attacked pixels in [0, 1]."] = False,
-    folder: Annotated[
-        Path | None, "--out", "Write an HTML report and JSON there.", opt.files_in("audit.html", "audit.json")
-    ] = None,
+    draws: int = 16,
+    mean_draws: int = 256,
+    images: int = 250,
+    radius: list[float] | None = None,
+    steps: int = 20,
+    attack_draws: int = 32,
+    restarts: int = 1,
+    clip: Annotated[bool, "--clip/--no-clip"] = False,
+    folder: Annotated[Path | None, "--out", opt.files_in("audit.html", "audit.json")] = None,
     figures: opt.Figures = None,
-    attack: Annotated[
-        list[str] | None,
-        "`softmax`, `margin` (both by default) or `random`, which needs no gradients; repeat for more.",
-    ] = None,
-    surrogate: Annotated[str | None, "Transfer attacks from this PyTorch model, for a model without gradients."] = None,
-    surrogate_weights: Annotated[Path | None, "Its checkpoint, where it is a built-in model."] = None,
+    attack: list[str] | None = None,
+    surrogate: str | None = None,
+    surrogate_weights: Path | None = None,
     seed: opt.Seed = 0,
 ) -> ui.Answer:
     """Attack predictors and compare what they promise with what is observed.
@@ -63,6 +58,22 @@ def audit(
     all on the rest, with SmoothAdv and with an attack on each method's own rule. With no options it trains a small network on
     digits and audits that. A model without gradients (ONNX, scikit-learn) is attacked with `--attack random` or through a
     `--surrogate`.
+
+    Args:
+        predictor: Audit this saved predictor on the data, instead of calibrating.
+        method: Methods to calibrate and attack side by side.
+        draws: Draws per query of the exact certificates.
+        mean_draws: Draws per query of methods that average scores.
+        images: Test images to attack.
+        radius: Attack radii, repeat for a curve; epsilon by default.
+        steps: Gradient steps.
+        attack_draws: Noise draws inside the attacker's gradient.
+        restarts: Attack restarts; all but the first start at random.
+        clip: Keep attacked pixels in [0, 1].
+        folder: Write an HTML report and JSON there.
+        attack: `softmax`, `margin` (both by default) or `random`, which needs no gradients; repeat for more.
+        surrogate: Transfer attacks from this PyTorch model, for a model without gradients.
+        surrogate_weights: Its checkpoint, where it is a built-in model.
     """
     config = opt.config(locals())
     start = time.monotonic()

@@ -13,15 +13,18 @@ from keepcover.pages.sections import methods_table
 
 @opt.command
 def demo(
-    folder: Annotated[
-        Path, "--out", "Where the report goes.", opt.files_in("report.html", "results.json", "predictor.safetensors")
-    ] = Path("demo"),
+    folder: Annotated[Path, "--out", opt.files_in("report.html", "results.json", "predictor.safetensors")] = Path(
+        "demo"
+    ),
     figures: opt.Figures = None,
     seed: opt.Seed = 0,
 ) -> ui.Answer:
     """Train, calibrate every method and attack them all on handwritten digits (about a minute, no download).
 
     Ends with a table and an HTML report that opens offline.
+
+    Args:
+        folder: Where the report goes.
     """
     with ui.err.status("starting") as status:
         result = digits.run_demo(seed, say=ui.progress_lines(status))

@@ -32,10 +32,7 @@ MEANING = opt.Meaning()
 
 @opt.command
 def evaluate(
-    logits: Annotated[
-        Path,
-        typer.Argument(help="safetensors or npz with `logits` [n, N, ...] and `labels` [n, ...], or a store's folder."),
-    ],
+    logits: Annotated[Path, typer.Argument()],
     epsilon: opt.Epsilon,
     asked: opt.Question,
     *,
@@ -43,23 +40,16 @@ def evaluate(
     alpha: opt.Alpha = 0.1,
     meaning: opt.Meaning = MEANING,
     method: Annotated[list[str] | None, f"One or several of {', '.join(METHODS)}, or all."] = None,
-    transform: Annotated[Literal["none", "ptt", "both"], "PTT cannot help methods that only compare scores."] = "both",
-    draws: Annotated[int | None, "Use the first N draws; all by default."] = None,
-    calibration_draws: Annotated[int | None, "Draws of calibration points, if different."] = None,
-    splits: Annotated[int, "Random calibration/test halves."] = 50,
-    holdout: Annotated[int, "Points set aside for tuning and PTT."] = 500,
-    redraw_holdout: Annotated[bool, "--redraw-holdout", "A new holdout for every split."] = False,
-    calibration: Annotated[
-        int | None, "Calibration points per split; half of what the holdout leaves by default."
-    ] = None,
+    transform: Literal["none", "ptt", "both"] = "both",
+    draws: int | None = None,
+    calibration_draws: int | None = None,
+    splits: int = 50,
+    holdout: int = 500,
+    redraw_holdout: bool = False,
+    calibration: int | None = None,
     seed: opt.Seed = 0,
-    save: Annotated[
-        Path | None,
-        "--out",
-        "Also write rows and manifest to this JSON file.",
-        lambda path: check_folder(path.parent, path.name),
-    ] = None,
-    report: Annotated[Path | None, "Also write a self-contained HTML page to this file.", check_place] = None,
+    save: Annotated[Path | None, "--out", lambda path: check_folder(path.parent, path.name)] = None,
+    report: Annotated[Path | None, check_place] = None,
     figures: opt.Figures = None,
     class_names: opt.ClassNames = None,
 ) -> ui.Answer:
@@ -67,6 +57,18 @@ def evaluate(
 
     `logits[i, j]` are the outputs for image i plus the j-th noise vector, noise independent across images and draws.
     `keepcover smooth` makes a store of them; one that is too large for memory is read piece by piece.
+
+    Args:
+        logits: safetensors or npz with `logits` [n, N, ...] and `labels` [n, ...], or a store's folder.
+        transform: PTT cannot help methods that only compare scores.
+        draws: Use the first N draws; all by default.
+        calibration_draws: Draws of calibration points, if different.
+        splits: Random calibration/test halves.
+        holdout: Points set aside for tuning and PTT.
+        redraw_holdout: A new holdout for every split.
+        calibration: Calibration points per split; half of what the holdout leaves by default.
+        save: Also write rows and manifest to this JSON file.
+        report: Also write a self-contained HTML page to this file.
     """
     start = time.monotonic()
     if figures is not None and report is None:

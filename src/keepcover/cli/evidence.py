@@ -28,22 +28,24 @@ def evidence(
     saved: Saved,
     using: opt.Model = NO_MODEL,
     given: opt.Data = NO_DATA,
-    audit: Annotated[
-        list[Path] | None, "What `keepcover audit --predictor ...` wrote or printed as JSON; repeat."
-    ] = None,
-    monitor: Annotated[
-        str | None, "State of a monitor: a JSON file, or the address of a service, such as http://localhost:8000."
-    ] = None,
+    audit: list[Path] | None = None,
+    monitor: str | None = None,
     alpha: LevelAlpha = None,
     epsilon: LevelEpsilon = None,
-    to: Annotated[Path, "--out", "The page; the JSON goes beside it.", check_place] = Path("evidence.html"),
-    card: Annotated[Path | None, "Also write a robustness section for a model card, in Markdown.", check_place] = None,
+    to: Annotated[Path, "--out", check_place] = Path("evidence.html"),
+    card: Annotated[Path | None, check_place] = None,
 ) -> ui.Answer:
     """One self-contained page and JSON for auditors: threat model, epsilon in pictures and units, promise, every assumption and
     how it is checked, calibration data with hashes, audits, monitor, budgets, what is not covered, what to do.
 
     The file alone will do. With `--data` epsilon is shown on some of the inputs, with `--model` too they are attacked. A service
     with a token is asked with that of `KEEPCOVER_TOKEN`.
+
+    Args:
+        audit: What `keepcover audit --predictor ...` wrote or printed as JSON; repeat.
+        monitor: State of a monitor: a JSON file, or the address of a service, such as http://localhost:8000.
+        to: The page; the JSON goes beside it.
+        card: Also write a robustness section for a model card, in Markdown.
     """
     predictor = using.predictor(saved) if using.model else restore(saved)
     data: Any = None

@@ -22,29 +22,22 @@ MODEL, DATA, NOISE, MARGINAL = opt.Model(""), opt.Data(""), opt.Added(), opt.Pro
 
 @opt.command
 def explore(
-    saved: Annotated[
-        Path | None,
-        typer.Argument(help="A predictor of yours, as `keepcover calibrate` wrote it; needs --model, --data."),
-    ] = None,
+    saved: Annotated[Path | None, typer.Argument()] = None,
     using: opt.Model = MODEL,
     given: opt.Data = DATA,
     added: opt.Added = NOISE,
     promised: opt.Promised = MARGINAL,
     norm: opt.NormName = None,
     score: opt.Score = "hps",
-    alpha: Annotated[list[float] | None, "Miscoverage to offer; repeat for several."] = None,
-    draws: Annotated[
-        list[int] | None, "Model evaluations per query to offer; repeat for several. 1, 4, 16, 64, 256 by default."
-    ] = None,
-    epsilon: Annotated[
-        float | None, "The largest radius of the slider; 1.5 sigma by default under Gaussian noise."
-    ] = None,
-    calibration: Annotated[int | None, "Calibration points; 9/20 of the data, at most 2000, by default."] = None,
-    gallery: Annotated[int | None, "Test images on show, 500 at most by default."] = None,
+    alpha: list[float] | None = None,
+    draws: list[int] | None = None,
+    epsilon: float | None = None,
+    calibration: int | None = None,
+    gallery: int | None = None,
     seed: opt.Seed = 0,
-    host: Annotated[str, "Address to listen on; this machine only by default."] = "127.0.0.1",
-    port: Annotated[int, "Port; 0 takes a free one and prints it."] = 7860,
-    open_page: Annotated[bool, "--open/--no-open", "Open a browser."] = True,
+    host: str = "127.0.0.1",
+    port: int = 7860,
+    open_page: Annotated[bool, "--open/--no-open"] = True,
     as_json: opt.Json = False,
 ) -> None:
     """A page in your browser: pick an image, move epsilon, alpha and draws, see the sets grow, attack, see what is lost.
@@ -56,6 +49,17 @@ def explore(
 
     A model of yours: `keepcover explore --model ... --data ... --sigma 0.25`; for a slow one, offer fewer `--draws` and
     `--calibration` points. A saved predictor is shown at its own levels. `--json` prints the address as JSON once it answers.
+
+    Args:
+        saved: A predictor of yours, as `keepcover calibrate` wrote it; needs --model, --data.
+        alpha: Miscoverage to offer; repeat for several.
+        draws: Model evaluations per query to offer; repeat for several. 1, 4, 16, 64, 256 by default.
+        epsilon: The largest radius of the slider; 1.5 sigma by default under Gaussian noise.
+        calibration: Calibration points; 9/20 of the data, at most 2000, by default.
+        gallery: Test images on show, 500 at most by default.
+        host: Address to listen on; this machine only by default.
+        port: Port; 0 takes a free one and prints it.
+        open_page: Open a browser.
     """
     require("the explorer", "explore")
     from keepcover.explore.answers import Explorer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 from keepcover.cli import console as ui
 from keepcover.cli import options as opt
@@ -24,13 +23,18 @@ def plan(
     shape: opt.InputShape = None,
     alpha: opt.Alpha = 0.1,
     draws: opt.Draws = 16,
-    calibration_draws: Annotated[int, "Model evaluations per calibration point, paid once."] = 64,
-    n: Annotated[int, "Calibration points."] = 4750,
-    holdout: Annotated[Path | None, "Noisy logits of your own holdout: a file or a store."] = None,
+    calibration_draws: int = 64,
+    n: int = 4750,
+    holdout: Path | None = None,
 ) -> ui.Answer:
     """What N draws per query buy: the best exact rules beside what RSCP+ pays. Needs no data.
 
     Sizes are estimates on a reference population that resembles CIFAR-10, or on your own `--holdout` logits.
+
+    Args:
+        calibration_draws: Model evaluations per calibration point, paid once.
+        n: Calibration points.
+        holdout: Noisy logits of your own holdout: a file or a store.
     """
     threat = Threat(asked.required(), epsilon, asked.norm, read_shape(shape))
     beta = 0.001 if asked.beta is None else asked.beta

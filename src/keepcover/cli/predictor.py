@@ -42,15 +42,13 @@ def check(
     epsilon: opt.Epsilon,
     numerics: opt.Numerics,
     *,
-    sigma: Annotated[
-        list[float] | None, "Noise to try, repeat for several; a half, one, two and four times epsilon by default."
-    ] = None,
-    norm: Annotated[Literal["l2", "l1", "linf"], "What epsilon measures."] = "l2",
+    sigma: list[float] | None = None,
+    norm: Literal["l2", "l1", "linf"] = "l2",
     alpha: opt.Alpha = 0.1,
     score: opt.Score = None,
     draws: opt.Draws = 16,
-    points: Annotated[int, "Inputs to look at, at random."] = 200,
-    denoiser: Annotated[str | None, "A denoiser of your own to try; the bundled one by default."] = None,
+    points: int = 200,
+    denoiser: str | None = None,
     seed: opt.Secret = None,
 ) -> ui.Answer:
     """What a model can promise, from a small sample, before anything is paid for; and what to do next.
@@ -58,6 +56,12 @@ def check(
     Accuracy, certified size and time at several sigmas, alone and behind the denoiser. What is chosen depends on these
     points, so others must calibrate: by default this looks at part 3/4 of the data, says `--part 4/4` next, and leaves the first
     half for training.
+
+    Args:
+        sigma: Noise to try, repeat for several; a half, one, two and four times epsilon by default.
+        norm: What epsilon measures.
+        points: Inputs to look at, at random.
+        denoiser: A denoiser of your own to try; the bundled one by default.
     """
     asked, given = given, replace(given, part=given.part or "3/4")
     inputs = given.inputs(labelled=True)
@@ -95,27 +99,21 @@ def check(
 def calibrate(
     using: opt.Model,
     given: opt.Data,
-    epsilon: Annotated[list[float], "Radius of the attack, in the units of the inputs; repeat for several."],
-    save: Annotated[Path, "--out", "Where the predictor goes (safetensors).", check_place],
+    epsilon: list[float],
+    save: Annotated[Path, "--out", check_place],
     asked: opt.Question,
     meaning: opt.Meaning,
     numerics: opt.Numerics,
     *,
-    alpha: Annotated[list[float] | None, "Miscoverage, 0.1 by default; repeat for several."] = None,
+    alpha: list[float] | None = None,
     method: Annotated[str, f"`auto` or one of {', '.join(METHODS)}."] = "auto",
-    input_scale: Annotated[
-        str | None, "Units of features, in which sigma and epsilon are: `std`, or one number each, separated by commas."
-    ] = None,
-    transform: Annotated[Literal["none", "ptt"] | None, "PTT by default for methods that average scores."] = None,
-    draws: Annotated[int | None, "Model evaluations per query; 16 by default, bands have their own number."] = None,
-    calibration_draws: Annotated[
-        int | None,
-        "Model evaluations per calibration point, paid once; by default 64 for `auto` and `exact_asymmetric`, as "
-        "many as per query for others.",
-    ] = None,
-    holdout: Annotated[int | None, "Points set aside for tuning; a tenth, at most 500, by default."] = None,
-    randomize: Annotated[bool, "--randomize", "Let exact rules randomise their boundary."] = False,
-    classes: Annotated[int | None, "Outputs of a built-in model; as many as the data have by default."] = None,
+    input_scale: str | None = None,
+    transform: Literal["none", "ptt"] | None = None,
+    draws: int | None = None,
+    calibration_draws: int | None = None,
+    holdout: int | None = None,
+    randomize: bool = False,
+    classes: int | None = None,
     class_names: opt.ClassNames = None,
     seed: opt.Secret = None,
 ) -> ui.Answer:
@@ -123,6 +121,19 @@ def calibrate(
 
     The data must not have been used in training. Use one `--part` of them here (`1/2`) and another (`2/2`) for `predict`,
     `report` and `audit`.
+
+    Args:
+        epsilon: Radius of the attack, in the units of the inputs; repeat for several.
+        save: Where the predictor goes (safetensors).
+        alpha: Miscoverage, 0.1 by default; repeat for several.
+        input_scale: Units of features, in which sigma and epsilon are: `std`, or one number each, separated by commas.
+        transform: PTT by default for methods that average scores.
+        draws: Model evaluations per query; 16 by default, bands have their own number.
+        calibration_draws: Model evaluations per calibration point, paid once; by default 64 for `auto` and
+            `exact_asymmetric`, as many as per query for others.
+        holdout: Points set aside for tuning; a tenth, at most 500, by default.
+        randomize: Let exact rules randomise their boundary.
+        classes: Outputs of a built-in model; as many as the data have by default.
     """
     start = time.monotonic()
     points = given.inputs(labelled=True)
@@ -193,16 +204,10 @@ def predict(
     *,
     alpha: LevelAlpha = None,
     epsilon: LevelEpsilon = None,
-    nested: Annotated[bool, "--nested", "Unite with the sets of all smaller epsilons."] = False,
-    early_exit: Annotated[
-        bool, "--early-exit", "Stop drawing for an input once its set is decided (exact rules only)."
-    ] = False,
-    to: Annotated[Path | None, "--out", "Write the rows to this file instead of the screen.", check_place] = None,
-    form: Annotated[
-        Literal["jsonl", "csv", "npz"] | None,
-        "--format",
-        "By the ending of the file: .jsonl or .csv, or .npz for the sets as arrays, such as masks; jsonl on the screen.",
-    ] = None,
+    nested: bool = False,
+    early_exit: bool = False,
+    to: Annotated[Path | None, "--out", check_place] = None,
+    form: Annotated[Literal["jsonl", "csv", "npz"] | None, "--format"] = None,
     batch_size: opt.BatchSize = None,
     seed: opt.Secret = None,
     as_json: opt.Json = False,
@@ -211,6 +216,13 @@ def predict(
 
     Rows go to the screen, or to `--out` as a whole. Where the data have labels, coverage is measured too. The summary goes
     to stderr when the rows are on the screen; `--json` prints it, rows included unless they went to a file.
+
+    Args:
+        nested: Unite with the sets of all smaller epsilons.
+        early_exit: Stop drawing for an input once its set is decided (exact rules only).
+        to: Write the rows to this file instead of the screen.
+        form: By the ending of the file: .jsonl or .csv, or .npz for the sets as arrays, such as masks; jsonl on the
+            screen.
     """
     rows_as = form or format_of(to)
     if rows_as == "npz" and to is None:
@@ -263,12 +275,16 @@ def report(
     *,
     alpha: LevelAlpha = None,
     epsilon: LevelEpsilon = None,
-    to: Annotated[Path, "--out", "The page.", check_place] = Path("report.html"),
+    to: Annotated[Path, "--out", check_place] = Path("report.html"),
     figures: opt.Figures = None,
     batch_size: opt.BatchSize = None,
     seed: opt.Secret = None,
 ) -> ui.Answer:
-    """One self-contained page on a saved predictor and labelled data: promise, curves, sizes, classes, examples, cost, origin."""
+    """One self-contained page on a saved predictor and labelled data: promise, curves, sizes, classes, examples, cost, origin.
+
+    Args:
+        to: The page.
+    """
     predictor = using.predictor(saved, batch_size)
     promise = predictor.at(alpha, epsilon).guarantee
     inputs = given.inputs(labelled=True)

@@ -24,20 +24,23 @@ def recalibrate(
     saved: Saved,
     using: opt.Model,
     given: opt.Data,
-    save: Annotated[Path, "--out", "Where the renewed predictor goes (safetensors).", check_place],
+    save: Annotated[Path, "--out", check_place],
     *,
-    how: Annotated[
-        Literal["replace", "add", "window"],
-        "`replace` the calibration points, `add` to them, or keep a rolling `window` of batches.",
-    ] = "replace",
-    window: Annotated[int | None, "With `--how window`: how many batches stay, the new one included."] = None,
-    groups: Annotated[Path | None, "The group of every input, one per line, where the promise is per group."] = None,
+    how: Literal["replace", "add", "window"] = "replace",
+    window: int | None = None,
+    groups: Path | None = None,
     batch_size: opt.BatchSize = None,
     seed: opt.Secret = None,
 ) -> ui.Answer:
     """Renew the thresholds of a saved predictor from new labelled data; everything else stays, and only these data run.
 
     The data must be like the queries to come, and none of them may have been used in training, tuning or an earlier batch.
+
+    Args:
+        save: Where the renewed predictor goes (safetensors).
+        how: `replace` the calibration points, `add` to them, or keep a rolling `window` of batches.
+        window: With `--how window`: how many batches stay, the new one included.
+        groups: The group of every input, one per line, where the promise is per group.
     """
     old, points = using.predictor(saved, batch_size), given.inputs(labelled=True)
     digest = data_fingerprint((points.images, points.labels))
@@ -59,10 +62,14 @@ def recalibrate(
 
 @opt.command
 def diff(
-    saved: Annotated[Path, typer.Argument(metavar="A", help="A saved predictor.")],
-    other: Annotated[Path, typer.Argument(metavar="B", help="Another, such as a renewed one.")],
+    saved: Annotated[Path, typer.Argument(metavar="A")], other: Annotated[Path, typer.Argument(metavar="B")]
 ) -> ui.Answer:
-    """What differs between two saved predictors: promise, thresholds, expected size, rule, model, history. Needs no model."""
+    """What differs between two saved predictors: promise, thresholds, expected size, rule, model, history. Needs no model.
+
+    Args:
+        saved: A saved predictor.
+        other: Another, such as a renewed one.
+    """
     return _answer(compare(restore(saved), restore(other)), {"a": str(saved), "b": str(other)})
 
 

@@ -21,16 +21,19 @@ from keepcover.store.cluster import Cluster
 
 @dataclass(frozen=True)
 class Workers:
-    """What ``--engine ray`` takes."""
+    """What ``--engine ray`` takes.
 
-    address: Annotated[str | None, "Ray: `auto`, `host:port` or `ray://host:port`; without it, this machine alone."] = (
-        None
-    )
-    workers: Annotated[int | None, "Ray: how many workers; as many as fit by default."] = None
-    cpus_per_worker: Annotated[float | None, "Ray: cores, and torch threads, of a worker."] = None
-    gpus_per_worker: Annotated[
-        float | None, "Ray: 1 gives each worker a GPU, 0.5 puts two on one; implies --device cuda."
-    ] = None
+    Args:
+        address: Ray: `auto`, `host:port` or `ray://host:port`; without it, this machine alone.
+        workers: Ray: how many workers; as many as fit by default.
+        cpus_per_worker: Ray: cores, and torch threads, of a worker.
+        gpus_per_worker: Ray: 1 gives each worker a GPU, 0.5 puts two on one; implies --device cuda.
+    """
+
+    address: str | None = None
+    workers: int | None = None
+    cpus_per_worker: float | None = None
+    gpus_per_worker: float | None = None
 
     def cluster(self, engine: str) -> Cluster | None:
         """None for this process."""
@@ -48,27 +51,35 @@ class Workers:
 def smooth(
     using: opt.Model,
     given: opt.Data,
-    root: Annotated[Path, "--out", "Folder of stores; this one gets its own folder there."],
+    root: Annotated[Path, "--out"],
     added: opt.Added,
     numerics: opt.Numerics,
     ray: Workers,
     *,
-    draws: Annotated[int | None, "Noisy copies per image, 256 by default; more can be added later."] = None,
-    images: Annotated[int | None, "Only the first so many images."] = None,
+    draws: int | None = None,
+    images: int | None = None,
     seed: opt.Seed = 0,
-    chunk_images: Annotated[int | None, "Images per file, fixed when the store is made."] = None,
-    chunk_draws: Annotated[int | None, "Draws per file, fixed when the store is made."] = None,
-    resume: Annotated[bool, "--resume/--restart", "Go on from what is stored, or delete it and begin again."] = True,
-    verify: Annotated[
-        bool, "--verify", "Only compare all checksums; exit code 1 if a chunk is damaged or missing."
-    ] = False,
-    engine: Annotated[Literal["local", "ray"], "Where to run: this process, or workers on Ray."] = "local",
+    chunk_images: int | None = None,
+    chunk_draws: int | None = None,
+    resume: Annotated[bool, "--resume/--restart"] = True,
+    verify: bool = False,
+    engine: Literal["local", "ray"] = "local",
 ) -> ui.Answer:
     """Run a model under noise once and keep its logits on disk, for `keepcover evaluate` and everything else.
 
     Stop it whenever you like, and run it again: it goes on with the first chunk that is missing or damaged. More draws
     extend the store. Another model, noise, seed, data or numerics get a store of their own. `--engine ray` shares the
     work among several GPUs or machines; the store is the same.
+
+    Args:
+        root: Folder of stores; this one gets its own folder there.
+        draws: Noisy copies per image, 256 by default; more can be added later.
+        images: Only the first so many images.
+        chunk_images: Images per file, fixed when the store is made.
+        chunk_draws: Draws per file, fixed when the store is made.
+        resume: Go on from what is stored, or delete it and begin again.
+        verify: Only compare all checksums; exit code 1 if a chunk is damaged or missing.
+        engine: Where to run: this process, or workers on Ray.
     """
     device, cluster = using.device, ray.cluster(engine)
     if cluster is not None:
