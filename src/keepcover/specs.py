@@ -29,6 +29,7 @@ from keepcover.tasks.metrics import check_labels
 from keepcover.training.denoiser import read_images
 
 OFFICIAL: dict[str, Callable[..., Labelled]] = {"cifar10": cifar, "cifar100": cifar, "mnist": idx, "fashion-mnist": idx}
+ARRAYS = (".npz", ".safetensors")
 
 
 def load_model(
@@ -152,7 +153,8 @@ def load_parts(
         if part is not None:
             raise InputError(f"{spec} has an official training part; leave --part out")
         return load_data(spec, folder, "train"), load_data(spec, folder)
-    data = take_part(load_data(spec, folder), part or "1/2")
+    data = load_data(spec, folder)
+    data = data[part_rows(len(data), part or "1/2")]
     if data.images.is_floating_point():  # training promises nothing: the network's own precision will do
         data = replace(data, images=data.images.float())
     if len(data) < 2:
@@ -175,7 +177,7 @@ def has_labels(spec: str) -> bool:
     path = Path(spec)
     if path.is_dir():
         return any(entry.is_dir() and not entry.name.startswith(".") for entry in path.iterdir())
-    return path.suffix not in (".npz", ".safetensors") or "labels" in names_in(spec)
+    return path.suffix not in ARRAYS or "labels" in names_in(spec)
 
 
 @torch.inference_mode()
@@ -213,7 +215,7 @@ def load_data(spec: str, folder: str | Path | None = None, part: str = "test", t
         return usual_folder(spec).load()
     if Path(spec).suffix == ".csv":
         return Labelled(Path(spec).stem, *read_csv(spec, target)[:2], ())
-    if Path(spec).suffix not in (".npz", ".safetensors"):
+    if Path(spec).suffix not in ARRAYS:
         raise InputError(
             f"expected digits, {', '.join(OFFICIAL)}, a folder of class folders, or a .npz, .safetensors or .csv file, got {spec!r}"
         )
@@ -229,17 +231,11 @@ def load_data(spec: str, folder: str | Path | None = None, part: str = "test", t
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """What a prediction needs of data: inputs, their row numbers in the data, and labels and names where there are any."""
+class Inputs(Labelled):
+    """Data whose labels, and the names of whose classes, may be missing, with the numbers of their rows in the whole."""
 
-    name: str
-    images: Tensor
+    labels: Any
     rows: Tensor
-    labels: Tensor | None = None
-    class_names: tuple[str, ...] | None = None
-
-    def __len__(self) -> int:
-        return len(self.images)
 
 
 def load_inputs(
@@ -254,15 +250,16 @@ def load_inputs(
 
     ``part`` is ``k/m``: the k-th of m random disjoint parts, the same on every run.
     """
-    if Path(spec).suffix in (".npz", ".safetensors"):
-        images, labels, class_names, name = *_arrays(spec, labelled), None, Path(spec).stem
-    elif not labelled and Path(spec).is_dir() and not any(path.is_dir() for path in Path(spec).iterdir()):
-        images, labels, class_names, name = usual_folder(spec, flat=True).load().images, None, None, Path(spec).name
-    else:
+    path = Path(spec)
+    if path.suffix in ARRAYS:
+        name, (images, labels), names = path.stem, _arrays(spec, labelled), ()
+    elif labelled or has_labels(spec):
         data = load_data(spec, folder, target=target)
-        images, labels, class_names, name = data.images, data.labels, data.class_names or None, data.name
+        name, (images, labels), names = data.name, data.pair, data.class_names
+    else:
+        name, images, labels, names = path.name, usual_folder(spec, flat=True).load().images, None, ()
     rows = part_rows(len(images), part)
-    return Inputs(name, images[rows], rows, None if labels is None else labels[rows], class_names)
+    return Inputs(name, images[rows], None if labels is None else labels[rows], names, rows)
 
 
 def _arrays(path: str, labelled: bool) -> tuple[Tensor, Tensor | None]:
@@ -275,11 +272,6 @@ def _arrays(path: str, labelled: bool) -> tuple[Tensor, Tensor | None]:
     if truth == "targets" or known.ndim < 2:  # tables of several labels and maps of pixels are for the task to look at
         known = known.double() if truth == "targets" else check_labels(known, len(images), None)
     return check_images(images, first=False), known
-
-
-def take_part(data: Labelled, part: str | None) -> Labelled:
-    """``k/m``: the k-th of m random disjoint parts of a dataset; everything where no part is named."""
-    return data[part_rows(len(data), part)]
 
 
 def part_rows(n: int, part: str | None) -> Tensor:

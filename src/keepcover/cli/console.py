@@ -86,7 +86,7 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Tab
     for index, name in enumerate(head):
         made.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
-        made.add_row(*map(str, row))
+        made.add_row(*(f"{one:g}" if isinstance(one, float) else str(one) for one in row))
     return made
 
 

@@ -12,14 +12,14 @@ from typing import Annotated, Any
 
 from keepcover.cli import console as ui
 from keepcover.cli import options as opt
-from keepcover.cli.predictor import LevelAlpha, LevelEpsilon, Saved
+from keepcover.cli.predictor import Saved
 from keepcover.engine.fingerprint import fingerprint
 from keepcover.errors import InputError, reason
 from keepcover.files import check_place
 from keepcover.pages.evidence import evidence as gather
 from keepcover.prediction.artifact import restore
 
-NO_MODEL, NO_DATA = opt.Model(""), opt.Data("")
+NO_MODEL, NO_DATA, LEVEL = opt.Model(""), opt.Data(""), opt.Level()
 MOST = 2**20  # bytes of what a service says of its monitor
 
 
@@ -30,8 +30,7 @@ def evidence(
     given: opt.Data = NO_DATA,
     audit: list[Path] | None = None,
     monitor: str | None = None,
-    alpha: LevelAlpha = None,
-    epsilon: LevelEpsilon = None,
+    level: opt.Level = LEVEL,
     to: Annotated[Path, "--out", check_place] = Path("evidence.html"),
     card: Annotated[Path | None, check_place] = None,
 ) -> ui.Answer:
@@ -51,7 +50,7 @@ def evidence(
     data: Any = None
     if given.data:
         inputs = given.inputs()
-        data = inputs.images if inputs.labels is None else (inputs.images, inputs.labels)
+        data = inputs.images if inputs.labels is None else inputs.pair
     files = {"predictor": saved, **{f"audit {at}": one for at, one in enumerate(audit or (), 1) if one.is_file()}}
     origin = {name: f"{one.name}, SHA-256 {fingerprint(one)}" for name, one in files.items()}
     watched: Any = monitor
@@ -61,9 +60,7 @@ def evidence(
         service = "://" in monitor
         origin["monitor"], watched = (monitor, _asked(monitor)) if service else (Path(monitor).name, monitor)
     origin["command"] = ui.command_line()
-    found = gather(
-        predictor, alpha=alpha, epsilon=epsilon, data=data, audits=audit or (), monitor=watched, origin=origin
-    )
+    found = gather(predictor, data=data, audits=audit or (), monitor=watched, origin=origin, **vars(level))
     page = found.write(to, card=card)
     shown = [str(found.predictor.guarantee), found.verdict, f"page  {page}", f"json  {page.with_suffix('.json')}"]
     shown += [] if card is None else [f"card  {card}"]

@@ -17,20 +17,19 @@ from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-import torch
 import typer
 from typer.models import ParameterInfo
 
 from keepcover.cli.console import Answer, app
 from keepcover.data import Labelled
-from keepcover.engine.smoother import Classifier, Smoother
+from keepcover.engine.smoother import AUTOCAST, Classifier, Smoother
 from keepcover.errors import InputError
 from keepcover.files import check_folder
 from keepcover.methods import Method, get_method
 from keepcover.noise import Noise, get_noise
 from keepcover.prediction import Predictor
 from keepcover.promises import CLAUSES, Promise
-from keepcover.specs import Inputs, load_data, load_inputs, load_model, load_predictor, take_part
+from keepcover.specs import Inputs, load_data, load_inputs, load_model, load_predictor, part_rows
 from keepcover.tasks import Task, get_task
 
 # -- the mechanism -----------------------------------------------------------------------------------------------------
@@ -273,7 +272,8 @@ class Data:
     target: str | None = None
 
     def labelled(self) -> Labelled:
-        return take_part(load_data(self.data, self.data_dir, target=self.target), self.part)
+        data = load_data(self.data, self.data_dir, target=self.target)
+        return data[part_rows(len(data), self.part)]
 
     def inputs(self, labelled: bool = False) -> Inputs:
         """Inputs with their row numbers; labels may be missing unless they are asked for."""
@@ -330,9 +330,7 @@ class Numerics:
     compile: bool = False
 
     def smoother(self, model: Classifier, noise: Noise, device: str | None) -> Smoother:
-        autocast = getattr(torch, self.autocast) if self.autocast else None
-        how: dict[str, Any] = {"channels_last": self.channels_last, "compile": self.compile}
-        return Smoother(model, noise, batch_size=self.batch_size, device=device, autocast=autocast, **how)
+        return Smoother(model, noise, device=device, **{**vars(self), "autocast": AUTOCAST[self.autocast]})
 
 
 @dataclass(frozen=True)
@@ -355,6 +353,39 @@ class Meaning:
         return get_task(self.task, score=self.score, class_names=class_names or None, of=of, ignore=self.ignore)
 
 
+@dataclass(frozen=True)
+class Level:
+    """At which of its levels a predictor answers.
+
+    Args:
+        alpha: One of the predictor's alphas; its first by default.
+        epsilon: One of the predictor's epsilons; its first by default.
+    """
+
+    alpha: float | None = None
+    epsilon: float | None = None
+
+
+@dataclass(frozen=True)
+class Query(Level):
+    """How a saved predictor is asked.
+
+    Args:
+        groups: A file with the group of every input of the data, one per line.
+        unknown: What an unknown group gets: an error, or the widest sets.
+    """
+
+    groups: Path | None = None
+    unknown: Literal["error", "widest"] = "error"
+    batch_size: BatchSize = None
+    seed: Secret = None
+
+    def arguments(self, rows: Any) -> dict[str, Any]:
+        """What ``predict`` and ``predict_all`` take, of inputs with these numbers."""
+        groups = None if self.groups is None else read_groups(self.groups, rows)
+        return {"ids": rows, "seed": self.seed, "groups": groups, "unknown": self.unknown}
+
+
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
@@ -369,23 +400,6 @@ def config(given: dict[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         found |= vars(value) if is_dataclass(value) else {name: value}
     return {name: value.name if isinstance(value, Path) else value for name, value in found.items()}
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The groups of queries, where the promise is per group.
-
-    Args:
-        groups: A file with the group of every input of the data, one per line.
-        unknown: What an unknown group gets: an error, or the widest sets.
-    """
-
-    groups: Path | None = None
-    unknown: Literal["error", "widest"] = "error"
-
-    def arguments(self, rows: Any) -> dict[str, Any]:
-        """What ``predict`` takes."""
-        return {"groups": None if self.groups is None else read_groups(self.groups, rows), "unknown": self.unknown}
 
 
 def typed(group: Any, *but: str) -> str:
@@ -405,19 +419,22 @@ def read_groups(path: Path, rows: Any = None) -> list[str]:
     """Groups from a text file, one per line; those of ``rows`` where the file speaks of all the data."""
     if not path.is_file():
         raise InputError(f"expected a text file with one group per line, and there is none at {path}; or --per class")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise InputError(f"expected one group per line in UTF-8, got other bytes in {path}; save it as UTF-8") from None
-    return (
-        lines if rows is None or len(lines) == len(rows) else [lines[row] for row in rows.tolist() if row < len(lines)]
-    )
+    lines = _lines(path, "group")
+    whole = rows is None or len(lines) == len(rows)
+    return lines if whole else [lines[row] for row in rows.tolist() if row < len(lines)]
 
 
-def read_names(given: str | None) -> tuple[str, ...] | None:
+def read_names(given: str | None) -> tuple[str, ...]:
     """Class names from a list or a file."""
-    if given is None:
-        return None
-    path = Path(given)
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else given.split(",")
+    try:
+        lines = _lines(Path(given or ""), "name")
+    except OSError:  # no file of that name, so it is a list
+        lines = (given or "").split(",")
     return tuple(line.strip() for line in lines if line.strip())
+
+
+def _lines(path: Path, of: str) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise InputError(f"expected one {of} per line in UTF-8, got other bytes in {path}; save it as UTF-8") from None

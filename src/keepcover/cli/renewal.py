@@ -43,7 +43,7 @@ def recalibrate(
         groups: The group of every input, one per line, where the promise is per group.
     """
     old, points = using.predictor(saved, batch_size), given.inputs(labelled=True)
-    digest = data_fingerprint((points.images, points.labels))
+    digest = data_fingerprint(points.pair)
     if (
         again := next((at for at, one in enumerate(old.history) if one.get("data_sha256") == digest), None)
     ) is not None:
@@ -53,7 +53,7 @@ def recalibrate(
         )
     known = None if groups is None else opt.read_groups(groups, points.rows)
     asked: dict[str, Any] = {"how": how, "window": window, "groups": known, "seed": seed}
-    new = old.recalibrate((points.images, points.labels), fingerprint=using.fingerprint, **asked)
+    new = old.recalibrate(points.pair, fingerprint=using.fingerprint, **asked)
     origin = {"model": Path(using.model).name, "data": str(given)}
     new.provenance.update(origin, data_sha256=digest)
     new.save(save)

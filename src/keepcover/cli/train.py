@@ -313,7 +313,7 @@ def _conformal(kind: str, sigma: float, epsilon: float, out_path: Path, run: Run
             raise InputError(f"--out would replace the base weights {run.weights}; give another name")
     training, _ = run.parts()
     preset = head.preset or (training.name if training.name in PRESETS else "cifar10")
-    how = {"views": head.views, "validation": min(head.validation, len(training) // 10)}
+    how: dict[str, Any] = {"views": head.views, "validation": min(head.validation, len(training) // 10)}
     how |= {"whole": head.whole, "fresh": head.fresh, **run.augmentation(training)}
     request = ConformalRequest(kind, sigma, epsilon, head.alpha, preset, **how)
     said = {"epochs": head.epochs, "batch_size": head.batch_size, "lr": head.lr}
