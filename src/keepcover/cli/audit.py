@@ -19,7 +19,6 @@ from keepcover.noise import Gaussian
 from keepcover.pages.audit_page import audit_page
 from keepcover.pages.sections import audit_table
 from keepcover.prediction.calibration import calibrate
-from keepcover.promises import Promise
 from keepcover.specs import load_model
 from keepcover.training.example import example_model
 
@@ -75,18 +74,19 @@ def audit(
         surrogate: Transfer attacks from this PyTorch model, for a model without gradients.
         surrogate_weights: Its checkpoint, where it is a built-in model.
     """
-    config = opt.config(locals())
-    start = time.monotonic()
+    config, start = opt.config(locals()), time.monotonic()
     if figures is not None and folder is None:
         raise InputError("--figures are those of the page: say where it goes with --out FOLDER")
-    noise = asked.optional() or Gaussian(0.5)
+    loaded = None if predictor is None else using.predictor(predictor)
+    promise = asked.promise() if loaded is None else loaded.rule.asked.promise
+    if promise.groups is not None:
+        raise InputError("a promise per group is audited in Python: keepcover.audit(predictor, data, groups=...)")
+    noise = (asked.optional() or Gaussian(0.5)) if loaded is None else loaded.noise
     with ui.err.status("starting") as status:
         say, data = ui.progress_lines(status), points.labelled()
-        if predictor is not None:
-            loaded = using.predictor(predictor)
+        if predictor is not None and loaded is not None:
             (test,) = data.split(-1, seed=seed)  # files are often sorted by class; a prefix of them is no sample
-            predictors, noise = {predictor.stem: loaded}, loaded.noise
-            _refuse_groups(loaded.rule.asked.promise)
+            predictors = {predictor.stem: loaded}
         else:
             task = meaning.known(data.class_names)
             if using.model == "small-cnn" and using.weights is None:
@@ -101,15 +101,11 @@ def audit(
             else:
                 network = using.load(len(data.class_names) or task.counted(data.labels))
             held, calibration, test = data.split(min(500, len(data) // 10), len(data) * 9 // 20, -1, seed=seed)
+            # One draw that certifies nothing needs no noise, where its absence is attacked in the same norm.
+            same = noise.check_norm(asked.norm) in Gaussian.norms
             predictors = {}
-            promise = asked.promise()
-            _refuse_groups(promise)
-            chosen = map(asked.method, method) if method else asked.offered(USUAL, noise, task, [promise])
-            for rule in chosen:
-                # One draw that certifies nothing needs no noise, where its absence is attacked in the same norm.
-                clean = (
-                    rule.draw_rule == "one" and not rule.certified and noise.check_norm(asked.norm) in Gaussian.norms
-                )
+            for rule in asked.methods(method, USUAL, noise, task, [promise]):
+                clean = same and rule.draw_rule == "one" and not rule.certified
                 spent = 1 if clean else draws if rule.compares_only else mean_draws
                 say(f"calibrating {rule.name} ({rule.draws_used(spent, spent)[0]} draws)")
                 made = calibrate(
@@ -134,9 +130,8 @@ def audit(
             similar = load_model(surrogate, surrogate_weights, first.classes, using.device)
             attacks["transfer"] = transfer(similar, noise, attack_draws, norm=first.guarantee.threat.norm, **options)
         say(f"attacking {len(test)} images, {steps} steps, {attack_draws} draws")
-        result = attack_predictors(
-            predictors, test.pair, attacks=attacks, radii=radius or None, draws=attack_draws, **options
-        )
+        options |= {"attacks": attacks, "radii": radius or None, "draws": attack_draws}
+        result = attack_predictors(predictors, test.pair, **options)
     page = None
     if folder is not None:
         seconds = time.monotonic() - start
@@ -160,8 +155,3 @@ def audit(
     note = "p-value: chance of covering this few or fewer if the promise held, calibration luck included; violated below 0.001"
     shown = [ui.table(title, table.head, table.texts), ui.dim(note), *([f"report  {page}"] if page else [])]
     return ui.Answer({**result.to_dict(), "report": str(page) if page else None}, shown)
-
-
-def _refuse_groups(promise: Promise) -> None:
-    if promise.groups is not None:
-        raise InputError("a promise per group is audited in Python: keepcover.audit(predictor, data, groups=...)")

@@ -68,17 +68,16 @@ def explore(
     from keepcover.explore.subject import digits_subject, own_subject, saved_subject
 
     start = time.monotonic()
-    sizes = {"calibration": calibration, "gallery": gallery}
+    sizes = {"calibration": calibration, "gallery": gallery, "seed": seed}
     noise, promise = added.optional(), promised.promise()
-    own = any(one is not None for one in (noise, norm, alpha, draws, epsilon)) or promise.clauses
-    if saved is not None and own:
+    own = (noise, norm, alpha, draws, epsilon)
+    if saved is not None and (any(one is not None for one in own) or promise.clauses):
         raise InputError(
             "a saved predictor has its own noise, promise, alphas, epsilons and draws; leave those options out"
         )
     if saved is None and not using.model and not given.data:
-        if any(
-            one is not None for one in (using.weights, noise, norm, given.data_dir, given.part, calibration, gallery)
-        ):
+        theirs = (using.weights, noise, norm, given.data_dir, given.part, calibration, gallery)
+        if any(one is not None for one in theirs):
             raise InputError(
                 "expected --model and --data with those options; without arguments the digits demo is shown"
             )
@@ -87,38 +86,24 @@ def explore(
     elif not using.model or not given.data:
         raise InputError("expected both --model and --data; without arguments the digits demo is shown")
     elif saved is not None:
-        subject = saved_subject(using.predictor(saved), given.labelled(), seed=seed, **sizes)
+        subject = saved_subject(using.predictor(saved), given.labelled(), **sizes)
     elif noise is None or not noise.certifies:
         raise InputError("expected --sigma above 0 or --noise, the noise that the model was trained for")
     else:
         points = given.labelled()
-        network = using.load(len(points.class_names))
-        subject = own_subject(
-            network,
-            points,
-            noise,
-            norm=norm,
-            reach=epsilon,
-            score=score or "hps",
-            device=using.device,
-            seed=seed,
-            **sizes,
-        )
-    explorer = Explorer(
-        Lineup(
-            replace(subject, promise=promise),
-            alphas=alpha or ALPHAS,
-            draws=draws or DRAWS,
-            epsilons=None if epsilon is None else radii(epsilon, subject.norm),
-            seed=seed,
-        )
-    )
+        asked = {"norm": norm, "reach": epsilon, "score": score or "hps", "device": using.device}
+        subject = own_subject(using.load(len(points.class_names)), points, noise, **asked, **sizes)
+    offered = {"alphas": alpha or ALPHAS, "draws": draws or DRAWS, "seed": seed}
+    epsilons = None if epsilon is None else radii(epsilon, subject.norm)
+    explorer = Explorer(Lineup(replace(subject, promise=promise), epsilons=epsilons, **offered))
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=ui.err, transient=True) as progress:  # a bar on a terminal
         bar = progress.add_task("calibrating", total=None)
-        explorer.lineup.watch = lambda what, done, total: progress.update(
-            bar, description=what, completed=done, total=total
-        )
+
+        def watch(what: str, done: int, total: int) -> None:
+            progress.update(bar, description=what, completed=done, total=total)
+
+        explorer.lineup.watch = watch
         explorer.prepare()
         explorer.lineup.watch = None
     seconds = time.monotonic() - start

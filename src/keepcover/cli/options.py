@@ -247,10 +247,14 @@ class Question(Promised, Added):
         plain = get_method(name)
         return get_method(name, beta=self.beta) if self.beta is not None and "beta" in plain.options() else plain
 
-    def offered(self, names: Iterable[str], noise: Noise, task: Task, promises: Sequence[Promise]) -> list[Method]:
-        """Those of the methods that make sets for the task under the noise and can make all of the promises."""
-        fit = [method for method in map(self.method, names) if not method.unfit(noise) and not task.unfit(method)]
-        return [method for method in fit if not any(map(method.refuses, promises))]
+    def methods(
+        self, named: list[str] | None, usual: Iterable[str], noise: Noise, task: Task, promises: Sequence[Promise]
+    ) -> list[Method]:
+        """The methods named; without, those of the usual ones that make sets for the task and the promises under the noise."""
+        if named:
+            return [*map(self.method, named)]
+        fit = [one for one in map(self.method, usual) if not (one.unfit(noise) or task.unfit(one))]
+        return [one for one in fit if not any(map(one.refuses, promises))]
 
 
 @dataclass(frozen=True)
@@ -420,8 +424,9 @@ def read_groups(path: Path, rows: Any = None) -> list[str]:
     if not path.is_file():
         raise InputError(f"expected a text file with one group per line, and there is none at {path}; or --per class")
     lines = _lines(path, "group")
-    whole = rows is None or len(lines) == len(rows)
-    return lines if whole else [lines[row] for row in rows.tolist() if row < len(lines)]
+    if rows is None or len(lines) == len(rows):
+        return lines
+    return [lines[row] for row in rows.tolist() if row < len(lines)]
 
 
 def read_names(given: str | None) -> tuple[str, ...]:

@@ -38,12 +38,11 @@ class Workers:
     def cluster(self, engine: str) -> Cluster | None:
         """None for this process."""
         if engine == "ray":
-            cpus = 1.0 if self.cpus_per_worker is None else self.cpus_per_worker
-            return Cluster(self.address, self.workers, cpus, self.gpus_per_worker)
-        for name, value in vars(self).items():
-            if value is not None:
-                option = name.replace("_", "-")
-                raise InputError(f"--{option} is for workers on Ray: add --engine ray, or leave it out")
+            cpus = opt.given({"cpus": self.cpus_per_worker})
+            return Cluster(self.address, self.workers, gpus=self.gpus_per_worker, **cpus)
+        for name in opt.given(vars(self)):
+            option = name.replace("_", "-")
+            raise InputError(f"--{option} is for workers on Ray: add --engine ray, or leave it out")
         return None
 
 
@@ -90,9 +89,8 @@ def smooth(
     labelled = given.labelled()
     if images is not None and not 1 <= images <= len(labelled):
         raise InputError(f"expected 1 to {len(labelled)} images of {given}, got {images}")
-    labelled = labelled[: len(labelled) if images is None else images]
-    network = using.load(len(labelled.class_names))
-    smoother = numerics.smoother(network, added.required(), using.device)
+    labelled = labelled[:images]
+    smoother = numerics.smoother(using.load(len(labelled.class_names)), added.required(), using.device)
     draws, _ = budget(smoother.noise, draws, None, tuple(labelled.images.shape[1:]), 256)
     key = StoreKey.of(smoother, labelled.pair, seed, model_fingerprint=using.fingerprint)
     if cluster is not None and device is not None:
@@ -129,23 +127,18 @@ def smooth(
         "noisy_images_per_second": round(done.noisy_images / done.seconds, 1),
         **more,
     }
-    lines = [
-        f"store    {store.folder}",
-        f"holds    {facts['images']} images x {facts['draws']} draws x {facts['classes']} classes, float16, "
-        f"{size_in_words(facts['bytes'])} in {_count(facts['chunks'], 'file')}",
-    ]
+    size = f"{size_in_words(facts['bytes'])} in {_count(facts['chunks'], 'file')}"
+    holds = f"{facts['images']} images x {facts['draws']} draws x {facts['classes']} classes, float16, {size}"
+    lines = [f"store    {store.folder}", f"holds    {holds}"]
     if done.computed:
         rate = f"{done.reused} reused, {done.seconds:.1f} s, {facts['noisy_images_per_second']:.0f} noisy images/s"
         lines.append(f"done     {_count(done.computed, 'chunk')} computed, {rate}")
-        if more:
-            lost = (
-                f", {_count(more['lost_workers'], 'worker')} lost, {_count(more['repeated_chunks'], 'chunk')} repeated"
-            )
-            lines.append(f"engine   Ray, {_count(more['workers'], 'worker')}{lost if more['lost_workers'] else ''}")
     else:
         lines.append(f"done     nothing to do: all of it was there, and every checksum matches ({done.seconds:.1f} s)")
-    lines.append(f"next     keepcover evaluate {store.folder} --epsilon EPSILON")
-    return ui.Answer(facts, lines)
+    if done.computed and more:
+        lost = f"{_count(more['lost_workers'], 'worker')} lost, {_count(more['repeated_chunks'], 'chunk')} repeated"
+        lines.append(f"engine   Ray, {_count(more['workers'], 'worker')}{f', {lost}' if more['lost_workers'] else ''}")
+    return ui.Answer(facts, [*lines, f"next     keepcover evaluate {store.folder} --epsilon EPSILON"])
 
 
 def _count(number: int, thing: str) -> str:
