@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -9,25 +11,12 @@ from typing import Annotated, Any
 import typer
 import typer.main
 
-# Importing a module registers its commands.
-from keepcover.cli import (  # noqa: F401
-    audit,
-    data,
-    demo,
-    evaluate,
-    evidence,
-    explore,
-    plan,
-    predictor,
-    renewal,
-    reproduce,
-    serve,
-    smooth,
-    train,
-)
 from keepcover.cli.console import app, err, out
 from keepcover.errors import InputError
 from keepcover.methods import METHODS
+
+for _module in pkgutil.iter_modules(__path__):  # importing a module registers its commands
+    importlib.import_module(f"{__name__}.{_module.name}")
 
 
 def every_command(command: Any = None, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:

@@ -38,19 +38,10 @@ def plan(
     """
     threat = Threat(asked.required(), epsilon, asked.norm, read_shape(shape))
     beta = 0.001 if asked.beta is None else asked.beta
+    held = None if holdout is None else _holdout(holdout)
+    how = {"calibration_draws": calibration_draws, "n": n, "beta": beta, "shape": threat.shape, "holdout": held}
     with ui.err.status("solving"):
-        plans = planning.make_plan(
-            alpha,
-            epsilon,
-            threat.noise,
-            draws,
-            calibration_draws=calibration_draws,
-            n=n,
-            beta=beta,
-            shape=threat.shape,
-            holdout=None if holdout is None else _holdout(holdout),
-            **asked.arguments(),
-        )
+        plans = planning.make_plan(alpha, epsilon, threat.noise, draws, **how, **asked.arguments())
 
     def cell(value: float | int | None, form: str = "d") -> str:
         return "-" if value is None else format(value, form)
