@@ -34,6 +34,7 @@ from keepcover.training.example import EPOCHS, SIGMA, example_model, example_spl
 from keepcover.training.loop import Say
 
 ALPHA, EPSILON = 0.1, 0.5
+FILES = ("report.html", "results.json", "predictor.safetensors")
 RADII = (0.5, 0.125, 0.25, 0.375)  # the first is the one that is attacked
 
 
@@ -150,33 +151,27 @@ def _densities(predictor: Predictor, holdout: Labelled) -> tuple[Tensor, Tensor,
 def write_report(result: DemoResult, folder: Path, figures: Path | None = None) -> Path:
     """Write ``report.html``, ``results.json`` and the predictor, figures too where they have a folder; returns the page."""
     make_folder(folder)
-    best = result.best
+    html, numbers, saved = (folder / name for name in FILES)
+    best, axis = result.best, radius_axis(result.best.guarantee.threat)
     certified = {name: predictor.guarantee.certified for name, predictor in result.predictors.items()}
-    axis = radius_axis(best.guarantee.threat)
     top = 1.05 * max(point[1] for points in result.curves.values() for point in points)
+
+    def curves(group: Any) -> Any:
+        return plots.radius_curves(group, certified, axis, guides=[10.0], limits=(0.0, top))
+
     costs = Section(
         "What robustness costs",
         "Mean set size on clean test images as the promised radius grows.",
-        figures=curve_figures(
-            "size-by-epsilon",
-            result.curves,
-            lambda group: plots.radius_curves(group, certified, axis, guides=[10.0], limits=(0.0, top)),
-            "Mean set size against epsilon.",
-        ),
+        figures=curve_figures("size-by-epsilon", result.curves, curves, "Mean set size against epsilon."),
         note=f"Radii {', '.join(f'{r:g}' for r in sorted(RADII))}; each predictor answers for all of them from one pass.",
     )
+    drawn, spread = plots.score_densities(*result.noisy_scores), "spread out before PTT, at 0 and 1 after it."
+    scores = "True-label scores under noise."
     densities = Section(
         "Why PTT helps RSCP+",
         "PTT maps scores through their holdout ranks and a steep sigmoid. Nearly all noisy scores then sit at 0 or 1, "
         "where the smoothed score moves least under attack.",
-        figures=[
-            Figure(
-                "score-densities",
-                plots.score_densities(*result.noisy_scores),
-                "True-label scores under noise.",
-                "Densities of true-label scores under noise: spread out before PTT, at 0 and 1 after it.",
-            )
-        ],
+        figures=[Figure("score-densities", drawn, scores, f"Densities of true-label scores under noise: {spread}")],
     )
     page = audit_page(
         result.audit,
@@ -194,6 +189,6 @@ def write_report(result: DemoResult, folder: Path, figures: Path | None = None) 
             "wall-clock": f"{result.seconds:.0f} s",
         },
     )
-    best.save(folder / "predictor.safetensors")
-    write_file(folder / "results.json", json.dumps(result.to_dict(), indent=1).encode())
-    return page.write(folder / "report.html", figures)
+    best.save(saved)
+    write_file(numbers, json.dumps(result.to_dict(), indent=1).encode())
+    return page.write(html, figures)

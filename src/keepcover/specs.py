@@ -26,7 +26,6 @@ from keepcover.prediction import Predictor
 from keepcover.prediction.artifact import load, read
 from keepcover.store.logits_file import names_in, read_arrays
 from keepcover.tasks.metrics import check_labels
-from keepcover.training.denoiser import read_images
 
 OFFICIAL: dict[str, Callable[..., Labelled]] = {"cifar10": cifar, "cifar100": cifar, "mnist": idx, "fashion-mnist": idx}
 ARRAYS = (".npz", ".safetensors")
@@ -51,9 +50,8 @@ def load_model(
         >>> type(load_model("torch.nn:Identity")).__name__
         'Identity'
     """
-    front, colon, behind = spec.partition(":")
-    if colon and front.split("@")[0] == "denoised":
-        return denoised(load_model(behind, weights, classes, device, output, fresh), front.partition("@")[2] or None)
+    if behind := re.fullmatch(r"denoised(?:@([^:]*))?:(.*)", spec, re.DOTALL):
+        return denoised(load_model(behind[2], weights, classes, device, output, fresh), behind[1] or None)
     suffix = Path(spec).suffix.lower()
     if output != "logits" and suffix != ".onnx":
         raise InputError(f"{output} are for ONNX files; let your function return the logarithm of its probabilities")
@@ -157,12 +155,12 @@ def load_parts(
     data = data[part_rows(len(data), part or "1/2")]
     if data.images.is_floating_point():  # training promises nothing: the network's own precision will do
         data = replace(data, images=data.images.float())
-    if len(data) < 2:
-        raise InputError(f"expected at least 2 examples in that part of {spec}, got {len(data)}")
     return _four_to_one(data, seed)
 
 
 def _four_to_one(data: Labelled, seed: int) -> tuple[Labelled, Labelled]:
+    if len(data) < 2:
+        raise InputError(f"expected at least 2 examples in that part of {data.name}, got {len(data)}")
     train, test = data.split(max(1, 4 * len(data) // 5), -1, seed=seed)
     return train, test
 
@@ -183,15 +181,7 @@ def has_labels(spec: str) -> bool:
 @torch.inference_mode()
 def parts_by(model: nn.Module, spec: str, part: str | None = None, seed: int = 0) -> tuple[Labelled, Labelled]:
     """As :func:`load_parts`, of data without labels: in their place stands what the model says of the images as they are."""
-    if Path(spec).is_dir():
-        sizes = read_images(spec, 224, channels=3)
-        if len(sizes) > 1:
-            found = ", ".join(f"{group.shape[3]} x {group.shape[2]}" for group in sizes)
-            raise InputError(f"expected images of one size in {spec}, that of the network's inputs, got {found}")
-        images = sizes[0].float() / 255
-    else:
-        images = load_inputs(spec).images.float()
-    images, device = images[part_rows(len(images), part or "1/2")], next(model.parameters()).device
+    images, device = load_inputs(spec, part=part or "1/2").images.float(), next(model.parameters()).device
     logits = torch.cat([model.eval()(some.to(device)).cpu() for some in images.split(256)])
     names = tuple(f"class {k}" for k in range(logits.shape[1]))
     data = Labelled(f"{Path(spec).stem}, by the network's own word", images, logits.argmax(dim=1), names)
@@ -219,7 +209,7 @@ def load_data(spec: str, folder: str | Path | None = None, part: str = "test", t
         raise InputError(
             f"expected digits, {', '.join(OFFICIAL)}, a folder of class folders, or a .npz, .safetensors or .csv file, got {spec!r}"
         )
-    images, truth = cast(tuple[Tensor, Tensor], _arrays(spec, True))
+    images, truth = _arrays(spec, True)
     if truth.is_floating_point() or truth.ndim > 1:  # numbers, several labels, labels of pixels: the task looks at them
         return Labelled(Path(spec).stem, images, truth, ())
     if images.ndim != 4 and images.is_floating_point():
@@ -239,11 +229,7 @@ class Inputs(Labelled):
 
 
 def load_inputs(
-    spec: str,
-    folder: str | Path | None = None,
-    part: str | None = None,
-    labelled: bool = False,
-    target: str | None = None,
+    spec: str, folder: Path | None = None, part: str | None = None, labelled: bool = False, target: str | None = None
 ) -> Inputs:
     """Data as :func:`load_data` reads them; files may lack ``labels``, and hold vectors [n, features] instead of images. Where no
     labels are needed, a folder of images without class folders will do.
@@ -262,7 +248,7 @@ def load_inputs(
     return Inputs(name, images[rows], None if labels is None else labels[rows], names, rows)
 
 
-def _arrays(path: str, labelled: bool) -> tuple[Tensor, Tensor | None]:
+def _arrays(path: str, labelled: bool) -> tuple[Tensor, Any]:
     """Inputs, and labels or targets, by either name."""
     there = names_in(path)
     inputs, truth = ("inputs" if "inputs" in there else "images"), ("targets" if "targets" in there else "labels")

@@ -14,7 +14,7 @@ from keepcover.cli import options as opt
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError
 from keepcover.evaluation.manifest import manifest
-from keepcover.files import write_file
+from keepcover.files import check_folder, write_file
 from keepcover.noise import Gaussian
 from keepcover.pages.audit_page import audit_page
 from keepcover.pages.sections import audit_table
@@ -44,7 +44,7 @@ def audit(
     attack_draws: int = 32,
     restarts: int = 1,
     clip: Annotated[bool, "--clip/--no-clip"] = False,
-    folder: Annotated[Path | None, "--out", opt.files_in("audit.html", "audit.json")] = None,
+    folder: Annotated[Path | None, "--out", lambda to: check_folder(to, "audit.html", "audit.json")] = None,
     figures: opt.Figures = None,
     attack: list[str] | None = None,
     surrogate: str | None = None,

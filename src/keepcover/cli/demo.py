@@ -8,14 +8,13 @@ from typing import Annotated
 from keepcover import demo as digits
 from keepcover.cli import console as ui
 from keepcover.cli import options as opt
+from keepcover.files import check_folder
 from keepcover.pages.sections import methods_table
 
 
 @opt.command
 def demo(
-    folder: Annotated[Path, "--out", opt.files_in("report.html", "results.json", "predictor.safetensors")] = Path(
-        "demo"
-    ),
+    folder: Annotated[Path, "--out", lambda to: check_folder(to, *digits.FILES)] = Path("demo"),
     figures: opt.Figures = None,
     seed: opt.Seed = 0,
 ) -> ui.Answer:

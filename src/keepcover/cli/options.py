@@ -120,14 +120,7 @@ def _number(value: Any) -> float:
         raise typer.BadParameter(f"expected a number such as 0.25 or 1/255, got {value!r}") from None
 
 
-def files_in(*names: str) -> Callable[[Path], None]:
-    """A check that these files can be written into a folder, which is created."""
-    return lambda folder: check_folder(folder, *names)
-
-
 # -- single options ----------------------------------------------------------------------------------------------------
-
-ScoreName = Literal["hps", "aps", "raps", "residual", "quantiles", "scaled"]
 
 Json = Annotated[bool, "--json", "Print one JSON object instead of tables."]
 Alpha = Annotated[float, "Miscoverage: 0.1 promises that 90 % of sets hold the truth."]
@@ -137,13 +130,8 @@ NormName = Annotated[
     "What epsilon measures: `l2`, `l1`, `linf`, `l0` (changed pixels) or `patch` (its side); the noise's own by default.",
 ]
 Score = Annotated[
-    ScoreName | None,
+    Literal["hps", "aps", "raps", "residual", "quantiles", "scaled"] | None,
     "Non-conformity score: `hps` by default, `aps` or `raps` of classes; `residual`, `quantiles` or `scaled` of regression.",
-]
-TaskName = Annotated[
-    Literal["classification", "regression", "multilabel", "segmentation"],
-    "--task",
-    "What the model returns: logits of one class, numbers, logits of several labels, or logits of pixels.",
 ]
 Draws = Annotated[int, "Model evaluations per query."]
 InputShape = Annotated[str | None, "--shape", "Shape of an input, for norms that need it: `3x32x32`."]
@@ -158,7 +146,7 @@ Figures = Annotated[
 
 def read_sigma(given: str | float) -> float | str:
     """A number, or ``auto``."""
-    return given if given == "auto" else float(given)
+    return given if given == "auto" else _number(given)
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -342,11 +330,12 @@ class Meaning:
     """What outputs mean: shared by ``calibrate``, ``evaluate`` and ``audit``.
 
     Args:
+        task: What the model returns: logits of one class, numbers, logits of several labels, or logits of pixels.
         of: With `segmentation`: classes to make masks of, names or numbers separated by commas; all by default.
         ignore: With `segmentation`: the number in the labels that stands for no class.
     """
 
-    task: TaskName = "classification"
+    task: Literal["classification", "regression", "multilabel", "segmentation"] = "classification"
     score: Score = None
     of: str | None = None
     ignore: int | None = None
@@ -413,10 +402,9 @@ def typed(group: Any, *but: str) -> str:
         >>> typed(Data("my photos", part="2/4"))
         "--data 'my photos' --part 2/4"
     """
-    said = [(field.name, getattr(group, field.name)) for field in fields(group) if field.name not in but]
-    defaults = {field.name: field.default for field in fields(group)}
-    given = [(name, value) for name, value in said if value != defaults[name]]
-    return " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given)
+    said = [(one.name, getattr(group, one.name)) for one in fields(group) if getattr(group, one.name) != one.default]
+    words = [(name.replace("_", "-"), shlex.quote(str(value))) for name, value in said if name not in but]
+    return " ".join(f"--{name} {value}" for name, value in words)
 
 
 def read_groups(path: Path, rows: Any = None) -> list[str]:
