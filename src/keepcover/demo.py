@@ -119,19 +119,15 @@ def run_demo(
         clean: dict[str, dict[float, Evaluation]] = {}
         for entry in sorted(entries, key=lambda entry: -entry.draws):  # most draws first: the others reuse them
             say(f"calibrating {entry.name} ({entry.draws} draw{'s' if entry.draws > 1 else ''} per query)")
+            how: dict[str, Any] = {"method": entry.method, "draws": entry.draws, "alpha": ALPHA, "epsilon": RADII}
+            how |= {"holdout": holdout.pair if entry.method.needs_holdout else None, "class_names": train.class_names}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", KeepcoverWarning)  # full label sets show in the table
-                how: dict[str, Any] = {"method": entry.method, "draws": entry.draws, "class_names": train.class_names}
-                how |= {"holdout": holdout.pair if entry.method.needs_holdout else None, "seed": seed + 1}
-                made[entry.name] = calibrate(
-                    smoothers[entry.sigma], calibration.pair, alpha=ALPHA, epsilon=RADII, **how
-                )
+                made[entry.name] = calibrate(smoothers[entry.sigma], calibration.pair, seed=seed + 1, **how)
             sets = made[entry.name].predict_all(test.images, seed=seed + 2)
             clean[entry.name] = {epsilon: one.measure(test.labels) for (_, epsilon), one in sets.items()}
         predictors = {entry.name: made[entry.name] for entry in entries}
-        say(
-            f"attacking {attacked} test images: 20 L2 steps of length {EPSILON / 10:g} inside a ball of radius {EPSILON:g}"
-        )
+        say(f"attacking {attacked} test images: 20 L2 steps of length {EPSILON / 10:g} in a ball of radius {EPSILON:g}")
         report = audit(predictors, test[:attacked].pair, steps=20, draws=16, seed=seed + 3, progress=False)
         best = predictors[entries[-1].name]
         noisy = best.running.logits(test.images, 4, Stream(seed, "test"))

@@ -70,8 +70,12 @@ def load_model(
         return ExportedClassifier(spec, device=device)
     if Path(spec).is_dir():
         return from_hugging_face(spec, device=device)
-    if suffix in _OTHER_FILES:
-        raise InputError(f"{spec}: {_OTHER_FILES[suffix]}")
+    if suffix in (".safetensors", ".pt", ".pth", ".ckpt", ".bin"):
+        build = "give --model NAME --weights FILE, or a function that builds and loads it"
+        raise InputError(f"{spec}: weights alone are no model: {build}")
+    if suffix in (".pkl", ".pickle", ".joblib"):
+        build = "give package.module:function, which opens its own"
+        raise InputError(f"{spec}: pickles run code when they are opened, so they are not: {build}")
     return _from_function(spec, device)
 
 
@@ -82,14 +86,6 @@ def _with_weights(model: nn.Module, weights: str | Path | None) -> nn.Module:
     if head and not Path(weights).is_file():
         return load_head(load_weights(model, base), find_weights(head))
     return load_weights(model, weights)
-
-
-_ARCHITECTURE = "weights alone are no model: give --model NAME --weights FILE, or a function that builds and loads it"
-_PICKLE = "pickles run code when they are opened, so they are not: give package.module:function, which opens its own"
-_OTHER_FILES: dict[str, str] = {
-    **dict.fromkeys((".safetensors", ".pt", ".pth", ".ckpt", ".bin"), _ARCHITECTURE),
-    **dict.fromkeys((".pkl", ".pickle", ".joblib"), _PICKLE),
-}
 
 
 def _from_function(spec: str, device: str | None) -> Classifier:
@@ -111,9 +107,7 @@ def _from_function(spec: str, device: str | None) -> Classifier:
     if hasattr(made, "predict_proba"):
         return from_predict_proba(made)
     if not callable(made):
-        raise InputError(
-            f"{spec} must return a model, images -> logits or with predict_proba, not {type(made).__name__}"
-        )
+        raise InputError(f"{spec} must give a model, images -> logits or with predict_proba, not {type(made).__name__}")
     return cast(Classifier, made)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import keepcover
 from keepcover.__main__ import main as keepcover_main
-from keepcover.cli.rows import write_rows
+from keepcover.cli.predictor import write_rows
 from keepcover.data import digits
 from keepcover.engine.fingerprint import fingerprint
 from keepcover.errors import InputError, KeepcoverWarning

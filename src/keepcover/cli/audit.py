@@ -23,7 +23,7 @@ from keepcover.specs import load_model
 from keepcover.training.example import example_model
 
 USUAL = ("cp", "rscp", "rscp_plus_hoeffding", "rcp1", "one_draw", "auto")
-MODEL, DATA, ASKED, MEANING = opt.Model("small-cnn"), opt.Data("digits"), opt.Question(), opt.Meaning()
+MODEL, DATA = opt.Model("small-cnn"), opt.Data("digits")
 
 
 @opt.command
@@ -31,11 +31,12 @@ def audit(
     using: opt.Model = MODEL,
     points: opt.Data = DATA,
     predictor: Path | None = None,
-    asked: opt.Question = ASKED,
+    *,
+    asked: opt.Question,
     epsilon: opt.Epsilon = 0.5,
     alpha: opt.Alpha = 0.1,
     method: list[str] | None = None,
-    meaning: opt.Meaning = MEANING,
+    meaning: opt.Meaning,
     draws: int = 16,
     mean_draws: int = 256,
     images: int = 250,

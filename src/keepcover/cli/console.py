@@ -7,12 +7,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import Progress
 from rich.segment import Segment
 from rich.status import Status
 from rich.table import Table
@@ -68,6 +70,14 @@ def print_json(value: Any) -> None:
 def progress_lines(status: Status) -> Callable[[str], None]:
     """A function that shows progress: in the status line of a terminal, in lines of their own elsewhere."""
     return lambda text: status.update(text) if err.is_terminal else err.print(text)
+
+
+@contextmanager
+def bar(what: str) -> Iterator[Callable[..., None]]:
+    """A bar on a terminal, moved by a function of what is done, of the total and, where it changes, of what is being done."""
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total, what=what: progress.update(task, completed=done, total=total, description=what)
 
 
 def command_line() -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.progress import Progress
 
 from keepcover.cli import console as ui
 from keepcover.cli import options as opt
@@ -27,8 +26,6 @@ from keepcover.promises import Promise
 from keepcover.specs import read_shape
 from keepcover.store import LogitStore
 from keepcover.store.logits_file import read_arrays
-
-MEANING = opt.Meaning()
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ def evaluate(
     *,
     shape: opt.InputShape = None,
     alpha: opt.Alpha = 0.1,
-    meaning: opt.Meaning = MEANING,
+    meaning: opt.Meaning,
     method: Annotated[list[str] | None, f"One or several of {', '.join(METHODS)}, or all."] = None,
     transform: Literal["none", "ptt", "both"] = "both",
     save: Annotated[Path | None, "--out", lambda path: check_folder(path.parent, path.name)] = None,
@@ -91,8 +88,7 @@ def evaluate(
     promise = asked.promise()
     several = [Promise(), promise] if promise.clauses else [promise]  # the marginal one shows what the other costs
     named = None if method is None or "all" in method else method
-    with Progress(console=ui.err, transient=True, disable=not ui.err.is_terminal) as progress:
-        bar = progress.add_task("evaluating", total=None)
+    with ui.bar("evaluating") as progress:
         rows = run(
             source,
             epsilon=epsilon,
@@ -103,7 +99,7 @@ def evaluate(
             methods=asked.methods(named, METHODS, source.noise, known, several),
             transforms=("none", "ptt") if transform == "both" else (transform,),
             task=known,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            progress=progress,
             **vars(split),
         )
     facts = [row.to_dict() for row in rows]
@@ -149,11 +145,5 @@ def _origin(path: Path) -> dict[str, str]:
     if not path.is_dir():
         return {"logits": f"{path.name}, SHA-256 {fingerprint(path)}"}
     store = LogitStore.at(path)
-    key = store.key
-    return {
-        "logits": f"store {store.folder.name}, {store.draws} draws per image",
-        "model": f"{key.structure}, fingerprint {key.model}",
-        "data": f"{key.images} images, fingerprint {key.data}",
-        "noise of the logits": f"{key.added}, seed {key.seed}",
-        "numerics": f"autocast {key.autocast}, channels last {key.channels_last}, compile {key.compile}, device {key.device}",
-    }
+    held = f"store {store.folder.name}, {store.draws} draws per image"
+    return {"logits": held, **{name.replace("_", " "): str(value) for name, value in asdict(store.key).items()}}

@@ -10,14 +10,13 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from keepcover.cli import console as ui
 from keepcover.cli import options as opt
 from keepcover.errors import InputError
 from keepcover.web import require
 
-MODEL, DATA, NOISE, MARGINAL = opt.Model(""), opt.Data(""), opt.Added(), opt.Promised()
+MODEL, DATA = opt.Model(""), opt.Data("")
 
 
 @opt.command
@@ -25,9 +24,8 @@ def explore(
     saved: Annotated[Path | None, typer.Argument()] = None,
     using: opt.Model = MODEL,
     given: opt.Data = DATA,
-    added: opt.Added = NOISE,
-    promised: opt.Promised = MARGINAL,
-    norm: opt.NormName = None,
+    *,
+    asked: opt.Asked,
     score: opt.Score = "hps",
     alpha: list[float] | None = None,
     draws: list[int] | None = None,
@@ -69,18 +67,14 @@ def explore(
 
     start = time.monotonic()
     sizes = {"calibration": calibration, "gallery": gallery, "seed": seed}
-    noise, promise = added.optional(), promised.promise()
+    noise, norm, promise = asked.optional(), asked.norm, asked.promise()
     own = (noise, norm, alpha, draws, epsilon)
     if saved is not None and (any(one is not None for one in own) or promise.clauses):
-        raise InputError(
-            "a saved predictor has its own noise, promise, alphas, epsilons and draws; leave those options out"
-        )
+        raise InputError("a saved predictor has its own noise, promise, alphas, epsilons and draws; leave those out")
     if saved is None and not using.model and not given.data:
         theirs = (using.weights, noise, norm, given.data_dir, given.part, calibration, gallery)
         if any(one is not None for one in theirs):
-            raise InputError(
-                "expected --model and --data with those options; without arguments the digits demo is shown"
-            )
+            raise InputError("expected --model and --data with those; without arguments the digits demo is shown")
         torch.set_num_threads(1)  # tensors this small cost more to share among threads than to compute
         subject = digits_subject(seed, ui.err.print)
     elif not using.model or not given.data:
@@ -91,19 +85,13 @@ def explore(
         raise InputError("expected --sigma above 0 or --noise, the noise that the model was trained for")
     else:
         points = given.labelled()
-        asked = {"norm": norm, "reach": epsilon, "score": score or "hps", "device": using.device}
-        subject = own_subject(using.load(len(points.class_names)), points, noise, **asked, **sizes)
+        how = {"norm": norm, "reach": epsilon, "score": score or "hps", "device": using.device}
+        subject = own_subject(using.load(len(points.class_names)), points, noise, **how, **sizes)
     offered = {"alphas": alpha or ALPHAS, "draws": draws or DRAWS, "seed": seed}
     epsilons = None if epsilon is None else radii(epsilon, subject.norm)
     explorer = Explorer(Lineup(replace(subject, promise=promise), epsilons=epsilons, **offered))
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=ui.err, transient=True) as progress:  # a bar on a terminal
-        bar = progress.add_task("calibrating", total=None)
-
-        def watch(what: str, done: int, total: int) -> None:
-            progress.update(bar, description=what, completed=done, total=total)
-
-        explorer.lineup.watch = watch
+    with ui.bar("calibrating") as progress:
+        explorer.lineup.watch = lambda what, done, total: progress(done, total, what)
         explorer.prepare()
         explorer.lineup.watch = None
     seconds = time.monotonic() - start
@@ -113,7 +101,6 @@ def explore(
             ui.print_json({"address": address, "seconds": round(seconds, 1)})
             sys.stdout.flush()
         else:
-            ui.err.print(f"ready after {seconds:.0f} s")
-            ui.err.print(f"the explorer is at {address} (end it with Ctrl-C)")
+            ui.err.print(f"ready after {seconds:.0f} s\nthe explorer is at {address} (end it with Ctrl-C)")
 
     run(explorer, tell=tell, host=host, port=port, open_page=open_page)

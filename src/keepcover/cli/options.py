@@ -125,10 +125,6 @@ def _number(value: Any) -> float:
 Json = Annotated[bool, "--json", "Print one JSON object instead of tables."]
 Alpha = Annotated[float, "Miscoverage: 0.1 promises that 90 % of sets hold the truth."]
 Epsilon = Annotated[float, "Radius of the attack in the norm that the noise certifies, in the units of the inputs."]
-NormName = Annotated[
-    str | None,
-    "What epsilon measures: `l2`, `l1`, `linf`, `l0` (changed pixels) or `patch` (its side); the noise's own by default.",
-]
 Score = Annotated[
     Literal["hps", "aps", "raps", "residual", "quantiles", "scaled"] | None,
     "Non-conformity score: `hps` by default, `aps` or `raps` of classes; `residual`, `quantiles` or `scaled` of regression.",
@@ -139,9 +135,7 @@ BatchSize = Annotated[int | None, "Noisy images per forward pass; chosen by itse
 Secret = Annotated[int | None, "--seed", "For experiments: a seed makes the noise guessable. Fresh entropy by default."]
 Seed = Annotated[int, "Seed of splits, noise and training: the same seed gives the same numbers."]
 ClassNames = Annotated[str | None, "Names separated by commas, or a text file with one per line."]
-Figures = Annotated[
-    Path | None, "--figures", "Also write the page's figures into this folder, as SVG and PNG.", check_folder
-]
+Figures = Annotated[Path | None, "Also write the page's figures into this folder, as SVG and PNG.", check_folder]
 
 
 def read_sigma(given: str | float) -> float | str:
@@ -216,14 +210,25 @@ class Promised:
 
 
 @dataclass(frozen=True)
-class Question(Promised, Added):
+class Asked(Promised, Added):
+    """What is promised under which noise.
+
+    Args:
+        norm: What epsilon measures: `l2`, `l1`, `linf`, `l0` (changed pixels) or `patch` (its side); the noise's own by
+            default.
+    """
+
+    norm: str | None = None
+
+
+@dataclass(frozen=True)
+class Question(Asked):
     """What is asked of a method beside alpha and epsilon: shared by ``calibrate``, ``evaluate``, ``plan`` and ``audit``.
 
     Args:
         beta: Monte Carlo budget of RSCP+, 0.001 by default.
     """
 
-    norm: NormName = None
     beta: float | None = None
 
     def arguments(self, rows: Any = None) -> dict[str, Any]:
@@ -301,9 +306,8 @@ class Model:
 
     def predictor(self, saved: Path, batch_size: int | None = None) -> Predictor:
         """A saved predictor with this model."""
-        return load_predictor(
-            saved, self.model, self.weights, self.device, self.model_output, batch_size, self.fingerprint
-        )
+        how = (self.weights, self.device, self.model_output, batch_size, self.fingerprint)
+        return load_predictor(saved, self.model, *how)
 
 
 @dataclass(frozen=True)

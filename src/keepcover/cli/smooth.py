@@ -95,9 +95,8 @@ def smooth(
     key = StoreKey.of(smoother, labelled.pair, seed, model_fingerprint=using.fingerprint)
     if cluster is not None and device is not None:
         key = replace(key, device=device)
-    store = LogitStore.open(
-        root, key, draws=draws, chunk_images=chunk_images, chunk_draws=chunk_draws, restart=not resume and not verify
-    )
+    chunks = {"chunk_images": chunk_images, "chunk_draws": chunk_draws}
+    store = LogitStore.open(root, key, draws=draws, restart=not resume and not verify, **chunks)
     if verify:
         return _verify(store, draws)
     missing = store.missing(draws)

@@ -23,9 +23,7 @@ from keepcover.training.denoiser import DenoiserRecipe, read_images, train_denoi
 from keepcover.training.recipe import Recipe, recommended
 from keepcover.training.run import PRESETS, ConformalRequest, train_conformal
 
-train = typer.Typer(
-    help="Train base models under noise, or last layers for small prediction sets.", no_args_is_help=True
-)
+train = typer.Typer(help="Train base models under noise, or last layers for small sets.", no_args_is_help=True)
 ui.app.add_typer(train, name="train")
 
 Sigma = Annotated[float, "Standard deviation of the Gaussian noise, in the units of the inputs."]
@@ -34,7 +32,25 @@ Out = Annotated[Path, "--out", "Where weights go (.safetensors); a card is writt
 
 
 @dataclass(frozen=True)
-class Run(opt.Data):
+class Machine:
+    """Where training runs.
+
+    Args:
+        device: cpu or cuda.
+    """
+
+    resume: Resume = True
+    device: Annotated[str, checked_device] = "cpu"
+    seed: opt.Seed = 0
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """What every training takes."""
+        return {"device": self.device, "resume": self.resume, "say": ui.err.print}
+
+
+@dataclass(frozen=True)
+class Run(Machine, opt.Data):
     """What every kind of training needs: a network, data, where the weights go.
 
     Args:
@@ -46,7 +62,6 @@ class Run(opt.Data):
             classes is another one, `base` starts the last layer afresh.
         pad: Pixels of random shift; an eighth of the image by default.
         flip: Mirror images at random; by default for photographs only.
-        device: cpu or cuda.
     """
 
     data: str = "digits"
@@ -55,26 +70,15 @@ class Run(opt.Data):
     weights: str | None = None
     pad: int | None = None
     flip: bool | None = None
-    resume: Resume = True
-    device: str = "cpu"
-    seed: opt.Seed = 0
-
-    @property
-    def where(self) -> dict[str, Any]:
-        """What every training takes."""
-        return {"device": self.device, "resume": self.resume, "say": ui.err.print}
 
     def parts(self) -> tuple[Labelled, Labelled]:
-        """Training and test data, once the device is known to be there."""
-        checked_device(self.device)
+        """Training and test data."""
         return load_parts(self.data, self.data_dir, self.part, self.seed)
 
     def augmentation(self, data: Labelled) -> dict[str, Any]:
         """Shifts of an eighth; mirrors for photographs, not for digits."""
-        return {
-            "pad": data.images.shape[2] // 8 if self.pad is None else self.pad,
-            "flip": data.images.shape[1] == 3 if self.flip is None else self.flip,
-        }
+        usual = {"pad": data.images.shape[2] // 8, "flip": data.images.shape[1] == 3}
+        return usual | opt.given({"pad": self.pad, "flip": self.flip})
 
     def network(self, classes: int, new_head: bool = False) -> torch.nn.Module:
         """The module to train, with its weights."""
@@ -152,7 +156,7 @@ def base(
     else:
         if is_named(run.model) and not (run.weights and classes):
             raise InputError(f"without labels a trained network is needed: give --weights and --classes of {run.model}")
-        network = run.network(classes or 0).to(checked_device(run.device))
+        network = run.network(classes or 0).to(run.device)
         training, test = parts_by(network, run.data, run.part, run.seed)
     teachers = {}
     for text in teacher or []:
@@ -203,9 +207,7 @@ def denoiser(
     weights: str | None = None,
     classes: int = 1000,
     stability: float = 0.1,
-    resume: Resume = True,
-    device: str = "cpu",
-    seed: opt.Seed = 0,
+    machine: Machine,
 ) -> ui.Answer:
     """Train a denoiser on unlabelled images, for `--model denoised@FILE:MODEL`.
 
@@ -229,11 +231,11 @@ def denoiser(
         weights: Weights of that classifier.
         classes: Number of its classes.
         stability: Weight of its outputs beside the squared error.
-        device: cpu or cuda.
     """
-    checked_device(device)
     minutes = 10.0 if minutes is None and steps is None else minutes
-    recipe = DenoiserRecipe((smallest, largest), minutes, steps, crop, pixels, lr, stability=stability, seed=seed)
+    recipe = DenoiserRecipe(
+        (smallest, largest), minutes, steps, crop, pixels, lr, stability=stability, seed=machine.seed
+    )
     card = train_denoiser(
         read_images(data, size, channels),
         recipe,
@@ -242,9 +244,7 @@ def denoiser(
         start=load_denoiser() if start == "bundled" else start,
         classifier=None if towards is None else _module(towards, weights, classes, fresh=False),
         towards=towards or "",
-        device=device,
-        resume=resume,
-        say=ui.err.print,
+        **machine.where,
     )
     held = ", ".join(f"{db} dB at sigma {sigma}" for sigma, db in card["psnr_held_out"].items())
     return _trained(card, f"held-out images {held}; {card['steps']} steps,", "denoiser", out_path)
