@@ -166,19 +166,14 @@ class Check:
             f"{self.points} points, {reach}; accuracy without noise {self.clean:.1%}",
             head,
             *map(str, self.trials),
+            f"No denoiser was tried: {self.note}." if self.note else "",
+            "Accuracy of one noisy draw; certified size with a 95 % bootstrap interval.",
+            f"Calibration on 1000 points: {self.calibration()}. A query: {self.query}.",
+            self.recommendation,
+            f"    {self.python}",
+            f"    {self.command}",
         ]
-        if self.note:
-            lines.append(f"No denoiser was tried: {self.note}.")
-        return "\n".join(
-            [
-                *lines,
-                "Accuracy of one noisy draw; certified size with a 95 % bootstrap interval.",
-                f"Calibration on 1000 points: {self.calibration()}. A query: {self.query}.",
-                self.recommendation,
-                f"    {self.python}",
-                f"    {self.command}",
-            ]
-        )
+        return "\n".join(filter(None, lines))
 
 
 def check(

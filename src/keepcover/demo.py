@@ -161,13 +161,13 @@ def write_report(result: DemoResult, folder: Path, figures: Path | None = None) 
         figures=curve_figures("size-by-epsilon", result.curves, curves, "Mean set size against epsilon."),
         note=f"Radii {', '.join(f'{r:g}' for r in sorted(RADII))}; each predictor answers for all of them from one pass.",
     )
-    drawn, spread = plots.score_densities(*result.noisy_scores), "spread out before PTT, at 0 and 1 after it."
-    scores = "True-label scores under noise."
+    words = "Densities of true-label scores under noise: spread out before PTT, at 0 and 1 after it."
+    drawn = plots.score_densities(*result.noisy_scores)
     densities = Section(
         "Why PTT helps RSCP+",
         "PTT maps scores through their holdout ranks and a steep sigmoid. Nearly all noisy scores then sit at 0 or 1, "
         "where the smoothed score moves least under attack.",
-        figures=[Figure("score-densities", drawn, scores, f"Densities of true-label scores under noise: {spread}")],
+        figures=[Figure("score-densities", drawn, "True-label scores under noise.", words)],
     )
     page = audit_page(
         result.audit,

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import typer
 import typer.main
 
 from keepcover.cli.console import app, err, out

@@ -92,10 +92,8 @@ def audit(
             task = meaning.known(data.class_names)
             if using.model == "small-cnn" and using.weights is None:
                 if data.images.shape[1] != 1 or not isinstance(noise, Gaussian):
-                    raise InputError(
-                        "small-cnn without weights is trained on the spot, on images of one channel under Gaussian noise; "
-                        "give a model"
-                    )
+                    what = "on images of one channel under Gaussian noise; give a model"
+                    raise InputError(f"small-cnn without weights is trained on the spot, {what}")
                 train, data = data.split(2 * len(data) // 5, -1, seed=seed)
                 say(f"training a small CNN on {len(train)} images under {noise}")
                 network = example_model(train, seed, sigma=noise.sigma)
@@ -143,8 +141,7 @@ def audit(
             "data": points,
             "predictor": predictor.name if predictor else "calibrated for this audit",
             "attacker": attacker + (", pixels kept in [0, 1]" if clip else ""),
-            "seed": f"{seed}, of splits, attack and defence, in separate streams: for an audit; a deployed predictor draws "
-            "fresh noise",
+            "seed": f"{seed}, of splits, attack and defence, apart: for an audit; a deployed predictor draws fresh noise",
             "wall-clock": f"{seconds:.0f} s",
         }
         about = f"{points}, {len(test)} attacked images, {attacker}, seed {seed}"

@@ -34,11 +34,9 @@ class Plain(Console):
         super().__init__(markup=False, emoji=False, highlight=False, soft_wrap=True, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        def escaped(found: re.Match[str]) -> str:
-            return found[0].encode("unicode_escape").decode()
-
         for text, style, control in super().render(renderable, options):
-            yield Segment(text if control else _CONTROL.sub(escaped, text), style, control)
+            plain = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+            yield Segment(text if control else plain, style, control)
 
 
 err = Plain(stderr=True)

@@ -50,21 +50,11 @@ def data(
 
 
 def _list() -> ui.Answer:
-    rows = [
-        {
-            "name": name,
-            "form": form,
-            "classes": len(CLASSES[name]),
-            "bytes": sum(file.size for file in source.files),
-            "files": [source.address + file.name for file in source.files],
-        }
-        for name, forms in SOURCES.items()
-        for form, source in forms.items()
-    ]
-    lines = [
-        (row["name"], row["form"], row["classes"], f"{row['bytes'] / 1e6:.0f}", row["files"][0].rsplit("/", 1)[0])
-        for row in rows
-    ]
+    rows, lines = [], []
+    for name, form, source in ((name, form, one) for name, forms in SOURCES.items() for form, one in forms.items()):
+        size, files = sum(file.size for file in source.files), [source.address + file.name for file in source.files]
+        rows.append({"name": name, "form": form, "classes": len(CLASSES[name]), "bytes": size, "files": files})
+        lines.append((name, form, len(CLASSES[name]), f"{size / 1e6:.0f}", files[0].rsplit("/", 1)[0]))
     note = ui.dim("`digits` comes with scikit-learn; a folder of class folders needs no name")
     head = ["name", "version", "classes", "MB", "address"]
     return ui.Answer({"datasets": rows}, [ui.table("Datasets", head, lines), note])

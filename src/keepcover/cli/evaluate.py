@@ -117,9 +117,8 @@ def evaluate(
     about = f"alpha {alpha:g}, {rows[0].guarantee.threat.reach}, {source.noise}, score {known.score_name}"
     listed = ui.table(f"{logits.name}: {about}", list(lines[0]), [list(line.values()) for line in lines])
     shown = [listed, ui.dim(f"mean ± standard deviation over {split.splits} splits, seed {split.seed}, {kept}")]
-    if report is None:
-        return ui.Answer({"rows": facts}, shown)
-    return ui.Answer({"rows": facts, "report": str(report)}, [*shown, f"report  {report}"])
+    written = {"report": str(report)} if report else {}
+    return ui.Answer({"rows": facts, **written}, [*shown, *(f"report  {one}" for one in written.values())])
 
 
 def _line(row: Row, beside: Sequence[Row]) -> dict[str, Any]:

@@ -393,10 +393,8 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
 
 def config(given: dict[str, Any]) -> dict[str, Any]:
     """The parameters of a command as a manifest keeps them: groups by their options, files by their names."""
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        found |= vars(value) if is_dataclass(value) else {name: value}
-    return {name: value.name if isinstance(value, Path) else value for name, value in found.items()}
+    groups = [vars(value) if is_dataclass(value) else {name: value} for name, value in given.items()]
+    return {name: one.name if isinstance(one, Path) else one for group in groups for name, one in group.items()}
 
 
 def typed(group: Any, *but: str) -> str:

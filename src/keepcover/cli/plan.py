@@ -58,8 +58,7 @@ def plan(
     where = "your holdout" if holdout else "a reference population (see --help)"
     note = ui.dim(f"\nalpha' near alpha: robustness nearly free. Sizes are estimates on {where}.")
     request = {"alpha": alpha, **threat.config(), "draws": draws, "n": n, "beta": beta}
-    facts = {**request, "plans": [p.to_dict() for p in plans]}
-    return ui.Answer(facts, [ui.table(title, head, rows), *rules, note])
+    return ui.Answer(request | {"plans": [p.to_dict() for p in plans]}, [ui.table(title, head, rows), *rules, note])
 
 
 def _holdout(path: Path) -> Holdout:

@@ -19,8 +19,7 @@ import typer
 from keepcover import advice
 from keepcover.cli import console as ui
 from keepcover.cli import options as opt
-from keepcover.engine.fingerprint import fingerprint as file_digest
-from keepcover.engine.fingerprint import identifier
+from keepcover.engine.fingerprint import fingerprint, identifier
 from keepcover.engine.inputs import InputRange
 from keepcover.errors import InputError
 from keepcover.files import check_place, write_file
@@ -76,13 +75,9 @@ def check(using: opt.Model, given: opt.Data, look: Look, numerics: opt.Numerics)
     others = replace(seen, part=next_part(str(seen.part)))
     # train base has a part of its own by default
     third = None if given.part is None or given.data in OFFICIAL else next_part(str(others.part))
-    module = opt.typed(replace(using, model_output="logits", fingerprint=None), "model")
-    shown = replace(
-        found,
-        model=shlex.quote(using.model),
-        rest=f"{opt.typed(using, 'model')} {opt.typed(others)}".strip(),
-        training=f"{module} {opt.typed(replace(given, part=third))}".strip(),
-    )
+    rest = f"{opt.typed(using, 'model')} {opt.typed(others)}".strip()
+    training = f"{opt.typed(using, 'model', 'model_output', 'fingerprint')} {opt.typed(replace(given, part=third))}"
+    shown = replace(found, model=shlex.quote(using.model), rest=rest, training=training.strip())
     return ui.Answer(shown.to_dict(), [repr(shown)])
 
 
@@ -158,9 +153,8 @@ def calibrate(
         **opt.given(vars(levels)),
         **asked.arguments(points.rows),
     )
-    where = f"{points.name}, part {given.part}" if given.part else points.name
-    origin = {"model": Path(using.model).name, "data": where}  # without the folders of this machine
-    predictor.provenance.update(origin, data_sha256=data_fingerprint(points.pair))
+    data = f"{points.name}, part {given.part}" if given.part else points.name  # without the folders of this machine
+    predictor.provenance.update(model=Path(using.model).name, data=data, data_sha256=data_fingerprint(points.pair))
     predictor.save(save)
     promised = [
         {"alpha": a, "epsilon": e, "guarantee": str(predictor.at(a, e).guarantee), "estimated_size": one.size}
@@ -178,8 +172,8 @@ def calibrate(
     sized = predictor.task.sized
     shown = [f"{one['guarantee']}\nestimated size  {sized(one['estimated_size'])}\n" for one in promised]
     shown.append(f"predictor       {save}")
-    for command, data in (("predict", "NEW"), ("report", "LABELLED"), ("audit --predictor", "LABELLED")):
-        place = f"{shlex.quote(str(save))} {opt.typed(using)} --data {data}"
+    for command, on in (("predict", "NEW"), ("report", "LABELLED"), ("audit --predictor", "LABELLED")):
+        place = f"{shlex.quote(str(save))} {opt.typed(using)} --data {on}"
         shown.append(f"next            keepcover {command} {place}")
     return ui.Answer(facts, shown)
 
@@ -257,9 +251,7 @@ def format_of(path: Path | None) -> str:
     """
     form = "jsonl" if path is None else path.suffix.lower().removeprefix(".")
     if form not in ("jsonl", "csv", "npz"):
-        raise InputError(
-            f"expected a file that ends in .jsonl, .csv or .npz, got {path}; choose one, or say --format jsonl, csv or npz"
-        )
+        raise InputError(f"expected a file that ends in .jsonl, .csv or .npz, got {path}; or say which with --format")
     return form
 
 
@@ -324,7 +316,7 @@ def report(
     origin = {
         "test data": f"{inputs.name}, {f'part {given.part}' if given.part else 'all of it'}, {len(inputs)} inputs",
         "test data fingerprint": data_fingerprint((inputs.images, labels)),
-        "predictor": f"{saved.name}, SHA-256 {file_digest(saved)}",
+        "predictor": f"{saved.name}, SHA-256 {fingerprint(saved)}",
         "noise": "fresh from the operating system" if query.seed is None else guessed,
         "command": ui.command_line(),
     }
@@ -342,7 +334,7 @@ def show(saved: Saved) -> ui.Answer:
 
     Needs no model: every threshold is computed again from the scores in the file.
     """
-    (manifest, _), digest = read(saved), file_digest(saved)
+    (manifest, _), digest = read(saved), fingerprint(saved)
     task, seen, model, history = (manifest[name] for name in ("task", "inputs", "model", "history"))
     # A score or a loss of the user's is code that is not in the file, so nothing is scored again.
     score, promises = task.get("score"), [entry["guarantee"] for entry in manifest["levels"]]

@@ -58,8 +58,7 @@ def recalibrate(
             void = "points that count twice, or that the holdout has seen, void the promise; give new ones"
             raise InputError(f"these are the data of batch {at} ({batch['created']}): {void}")
     known = None if groups is None else opt.read_groups(groups, points.rows)
-    asked: dict[str, Any] = {"how": how, "window": window, "groups": known, "seed": seed}
-    new = old.recalibrate(points.pair, fingerprint=using.fingerprint, **asked)
+    new = old.recalibrate(points.pair, how=how, window=window, groups=known, seed=seed, fingerprint=using.fingerprint)
     new.provenance.update(model=Path(using.model).name, data=str(given), data_sha256=digest)
     new.save(save)
     return _answer(compare(old, new), {"predictor": str(save)})

@@ -61,10 +61,8 @@ def reproduce(
             {"name": name, "title": item.title, "where": item.where, "needs": sorted(item.datasets)}
             for name, item in catalogue().items()
         ]
-        form = "{:20} {:18} {}".format
-        return ui.Answer(
-            entries, [form(one["name"], ", ".join(one["needs"]) or "no data", one["title"]) for one in entries]
-        )
+        lines = [f"{one['name']:20} {', '.join(one['needs']) or 'no data':18} {one['title']}" for one in entries]
+        return ui.Answer(entries, lines)
     if draw_only:
         files = [folder / f"{name}.json" for name in chosen(names or []) if (folder / f"{name}.json").is_file()]
     else:

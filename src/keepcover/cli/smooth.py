@@ -41,8 +41,7 @@ class Workers:
             cpus = opt.given({"cpus": self.cpus_per_worker})
             return Cluster(self.address, self.workers, gpus=self.gpus_per_worker, **cpus)
         for name in opt.given(vars(self)):
-            option = name.replace("_", "-")
-            raise InputError(f"--{option} is for workers on Ray: add --engine ray, or leave it out")
+            raise InputError(f"--{name.replace('_', '-')} is for workers on Ray: add --engine ray, or leave it out")
         return None
 
 
@@ -95,7 +94,7 @@ def smooth(
     key = StoreKey.of(smoother, labelled.pair, seed, model_fingerprint=using.fingerprint)
     if cluster is not None and device is not None:
         key = replace(key, device=device)
-    chunks = {"chunk_images": chunk_images, "chunk_draws": chunk_draws}
+    chunks: dict[str, Any] = {"chunk_images": chunk_images, "chunk_draws": chunk_draws}
     store = LogitStore.open(root, key, draws=draws, restart=not resume and not verify, **chunks)
     if verify:
         return _verify(store, draws)
@@ -115,8 +114,8 @@ def smooth(
         with redirect_stdout(io.StringIO()):  # what Ray prints stays off the screen and out of --json
             factory = None if is_named(using.model) else build
             done = fill(store, smoother, labelled.pair, draws, cluster, factory=factory)
-        counted = ("workers", "lost_workers", "repeated_chunks")
-        more = {"engine": "ray", **{name: getattr(done, name) for name in counted}}
+        more = {"engine": "ray", "workers": done.workers}
+        more |= {"lost_workers": done.lost_workers, "repeated_chunks": done.repeated_chunks}
     facts = {
         **store.summary(),
         "computed_chunks": done.computed,

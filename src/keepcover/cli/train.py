@@ -27,7 +27,6 @@ train = typer.Typer(help="Train base models under noise, or last layers for smal
 ui.app.add_typer(train, name="train")
 
 Sigma = Annotated[float, "Standard deviation of the Gaussian noise, in the units of the inputs."]
-Resume = Annotated[bool, "--resume/--restart", "Go on from the checkpoint of a run that was stopped."]
 Out = Annotated[Path, "--out", "Where weights go (.safetensors); a card is written beside them."]
 
 
@@ -36,10 +35,11 @@ class Machine:
     """Where training runs.
 
     Args:
+        resume: Go on from the checkpoint of a run that was stopped.
         device: cpu or cuda.
     """
 
-    resume: Resume = True
+    resume: Annotated[bool, "--resume/--restart"] = True
     device: Annotated[str, checked_device] = "cpu"
     seed: opt.Seed = 0
 
