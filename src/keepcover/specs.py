@@ -107,7 +107,8 @@ def _from_function(spec: str, device: str | None) -> Classifier:
     if hasattr(made, "predict_proba"):
         return from_predict_proba(made)
     if not callable(made):
-        raise InputError(f"{spec} must give a model, images -> logits or with predict_proba, not {type(made).__name__}")
+        found = type(made).__name__
+        raise InputError(f"{spec} must return a model, images -> logits or with predict_proba, not {found}")
     return cast(Classifier, made)
 
 
@@ -172,7 +173,7 @@ def has_labels(spec: str) -> bool:
     return path.suffix not in ARRAYS or "labels" in names_in(spec)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def parts_by(model: nn.Module, spec: str, part: str | None = None, seed: int = 0) -> tuple[Labelled, Labelled]:
     """As :func:`load_parts`, of data without labels: in their place stands what the model says of the images as they are."""
     images, device = load_inputs(spec, part=part or "1/2").images.float(), next(model.parameters()).device
