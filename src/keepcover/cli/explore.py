@@ -68,8 +68,7 @@ def explore(
     start = time.monotonic()
     sizes = {"calibration": calibration, "gallery": gallery, "seed": seed}
     noise, norm, promise = asked.optional(), asked.norm, asked.promise()
-    own = (noise, norm, alpha, draws, epsilon)
-    if saved is not None and (any(one is not None for one in own) or promise.clauses):
+    if saved is not None and (promise.clauses or any(one is not None for one in (noise, norm, alpha, draws, epsilon))):
         raise InputError("a saved predictor has its own noise, promise, alphas, epsilons and draws; leave those out")
     if saved is None and not using.model and not given.data:
         theirs = (using.weights, noise, norm, given.data_dir, given.part, calibration, gallery)

@@ -46,8 +46,7 @@ def plan(
     def cell(value: float | int | None, form: str = "d") -> str:
         return "-" if value is None else format(value, form)
 
-    unit = asked.promise().partition
-    each = f" per {unit.unit}" if unit else ""
+    each = f" per {unit.unit}" if (unit := asked.promise().partition) else ""
     rows = []
     for p in plans:
         chosen = (cell(p.c), cell(p.kappa), cell(p.level, ".5f"), cell(p.estimated_size, ".2f"))
