@@ -6,6 +6,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from keepcover.prediction.question import DRAWS, Question, levels_of, numbers
 from keepcover.prediction.report import Accuracy, wide
 from keepcover.promises import Promise, Sample
 from keepcover.scores import Score
-from keepcover.tasks import get_task
+from keepcover.tasks import Task, get_task
 
 LEAST = 20  # points: fewer say nothing
 RESAMPLED = 200  # bootstrap samples behind an interval
@@ -114,15 +115,12 @@ class Check:
         front = "with the denoiser before it" if self.best.denoised else "as it is"
         if self.useful:
             return f"Calibrate the model {front} at sigma {self.best.sigma:g}: sets will hold {sets}."
-        if not self.ruined:
-            return (
-                f"Train the model further with labels, or ask for a smaller epsilon: {front} its sets would hold {sets}, at sigma "
-                f"{self.best.sigma:g}, although noise takes little of its accuracy, which is {self.clean:.1%} without."
-            )
-        return (
-            f"Fine-tune the model under noise of sigma {self.near:g}, which takes images and no labels, and check it again: "
-            f"{front} its sets would hold {sets}, at sigma {self.best.sigma:g}."
-        )
+        would = f"{front} its sets would hold {sets}, at sigma {self.best.sigma:g}"
+        if self.ruined:
+            tune = f"Fine-tune the model under noise of sigma {self.near:g}, which takes images and no labels"
+            return f"{tune}, and check it again: {would}."
+        kept = f"although noise takes little of its accuracy, which is {self.clean:.1%} without"
+        return f"Train the model further with labels, or ask for a smaller epsilon: {would}, {kept}."
 
     @property
     def ruined(self) -> bool:
@@ -145,18 +143,15 @@ class Check:
     @property
     def command(self) -> str:
         """The same on the command line."""
-        model, rest = self.model, self.rest
         if not self.useful:
-            network = re.sub(r"^denoised(@[^:]*)?:", "", model)  # its weights alone are what training writes
-            tune = (
-                f"keepcover train base --model {network} {self.training} --sigma {self.near:g} --out tuned.safetensors"
-            )
-            return f"{tune}  # a built-in model; others in Python"
+            network = re.sub(r"^denoised(@[^:]*)?:", "", self.model)  # its weights alone are what training writes
+            tune = f"--model {network} {self.training} --sigma {self.near:g} --out tuned.safetensors"
+            return f"keepcover train base {tune}  # a built-in model; others in Python"
         front = "denoised" if self.denoiser is None else shlex.quote(f"denoised@{self.denoiser}")
-        model = f"{front}:{model}" if self.best.denoised else model
+        model = f"{front}:{self.model}" if self.best.denoised else self.model
         ask = f"--epsilon {self.epsilon!r} --sigma {self.best.sigma:g} --alpha {self.alpha:g} --draws {self.draws}"
         ask += "" if self.norm == Gaussian.norms[0] else f" --norm {self.norm}"
-        return f"keepcover calibrate --model {model} {rest} {ask} --out predictor.safetensors"
+        return f"keepcover calibrate --model {model} {self.rest} {ask} --out predictor.safetensors"
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers and the words, for JSON."""
@@ -166,20 +161,19 @@ class Check:
 
     def __repr__(self) -> str:
         head = f"{'sigma':<8}{'model':<10}{'accuracy':>9}{'size of ' + str(self.classes):>24}{'evaluation':>15}"
-        return "\n".join(
-            [
-                f"{self.points} points, {get_norm(self.norm).reach(self.epsilon)}, alpha {self.alpha:g}, {self.draws} draws per query; "
-                f"accuracy without noise {self.clean:.1%}",
-                head,
-                *map(str, self.trials),
-                *([f"No denoiser was tried: {self.note}."] if self.note else []),
-                "Accuracy of one noisy draw; certified size with a 95 % bootstrap interval.",
-                f"Calibration on 1000 points: {self.calibration()}. A query: {self.query}.",
-                self.recommendation,
-                f"    {self.python}",
-                f"    {self.command}",
-            ]
-        )
+        reach = f"{get_norm(self.norm).reach(self.epsilon)}, alpha {self.alpha:g}, {self.draws} draws per query"
+        lines = [
+            f"{self.points} points, {reach}; accuracy without noise {self.clean:.1%}",
+            head,
+            *map(str, self.trials),
+            f"No denoiser was tried: {self.note}." if self.note else "",
+            "Accuracy of one noisy draw; certified size with a 95 % bootstrap interval.",
+            f"Calibration on 1000 points: {self.calibration()}. A query: {self.query}.",
+            self.recommendation,
+            f"    {self.python}",
+            f"    {self.command}",
+        ]
+        return "\n".join(filter(None, lines))
 
 
 def check(
@@ -229,18 +223,16 @@ def check(
             f"expected at least {least} labelled points to look at for alpha = {alpha:g}, got {len(images)}; give more data and "
             "points, or raise alpha"
         )
-    norm, shape = Gaussian(1.0).check_norm(norm), tuple(images.shape[1:])
+    norm, shape, noiseless = Gaussian(1.0).check_norm(norm), tuple(images.shape[1:]), smoother.under(Gaussian(0.0))
     sigmas = sigma_grid([epsilon], norm, shape)[::2] if sigma is None else numbers(sigma, "sigma")
     if min(sigmas) <= 0:
         raise InputError(f"expected sigmas above 0, since noise is what certifies, got {min(sigmas):g}")
-    matching = matching_sigma(epsilon, norm, shape)
     stream = Stream(fresh_seed() if seed is None else seed, "holdout")
-    clean = smoother.under(Gaussian(0.0)).clean(images)
-    warn_of_probabilities(clean[:, None])
-    task = question.task.seen(clean[:, None])
+    outputs = noiseless.clean(images)[:, None]
+    warn_of_probabilities(outputs)
+    task, classes = question.task.seen(outputs), outputs.shape[2]
     truth = task.check_truth(labels, len(images))
-    right = task.right(clean[:, None].cpu(), truth)
-    assert right is not None
+    clean = _accuracy(task, outputs.cpu(), truth)
     wanted = [(False, smoother, one) for one in sigmas]
     before, note = _denoised(smoother, images, denoiser)
     if before is not None:
@@ -252,28 +244,19 @@ def check(
         for one in wanted:
             trials.append(_trial(*one, images, truth, question, stream))
             bar.advance()
-    alone, helped = (
-        min((t for t in trials if t.denoised is which), key=lambda t: t.size, default=None) for which in (False, True)
-    )
-    assert alone is not None
-    best = alone if helped is None or helped.size > WORTH * alone.size else helped
-    accuracy, classes = Accuracy(best.accuracy, float(right.mean())), clean.shape[1]
-    return Check(
-        tuple(trials),
-        best,
-        float(right.mean()),
-        not (accuracy.lost(classes) or wide(best.size, classes)),
-        len(images),
-        classes,
-        alpha,
-        epsilon,
-        draws,
-        ExactAsymmetric().usual_calibration_draws(draws),
-        norm,
-        min(sigmas, key=lambda one: abs(one - matching)),
-        note,
-        None if denoiser is None else "DENOISER" if isinstance(denoiser, Denoiser) else str(denoiser),
-    )
+    best = min(trials, key=lambda trial: trial.size / (WORTH if trial.denoised else 1))
+    useful = not (Accuracy(best.accuracy, clean).lost(classes) or wide(best.size, classes))
+    matching = matching_sigma(epsilon, norm, shape)
+    near, more = min(sigmas, key=lambda one: abs(one - matching)), ExactAsymmetric().usual_calibration_draws(draws)
+    own = None if denoiser is None else "DENOISER" if isinstance(denoiser, Denoiser) else str(denoiser)
+    asked = len(images), classes, alpha, epsilon, draws, more, norm, near
+    return Check(tuple(trials), best, clean, useful, *asked, note, own)
+
+
+def _accuracy(task: Task, outputs: Tensor, truth: Any) -> float:
+    right = task.right(outputs, truth)
+    assert right is not None
+    return float(right.mean())
 
 
 def _seconds(value: float) -> str:
@@ -283,20 +266,15 @@ def _seconds(value: float) -> str:
 def _sample(data: Any, points: int) -> tuple[Tensor, Tensor]:
     """Some labelled points, at random where that is possible: the first of a loader."""
     n = length(data)
-    try:
+    with suppress(InputError):  # it is then read in its own order
         order = torch.randperm(n or 0, generator=torch.Generator().manual_seed(0))
         data = data if n is None else take(data, order[:points].sort().values)
-    except InputError:
-        pass  # read in its own order
-    images: list[Tensor] = []
-    labels: list[Tensor] = []
+    seen: list[Any] = []
     for batch in batches(data, labelled=True):
-        assert batch.labels is not None
-        images.append(batch.images)
-        labels.append(batch.labels)
-        if sum(map(len, images)) >= points:
+        seen.append(batch)
+        if sum(map(len, seen)) >= points:
             break
-    return torch.cat(images)[:points], torch.cat(labels)[:points]
+    return torch.cat([one.images for one in seen])[:points], torch.cat([one.labels for one in seen])[:points]
 
 
 def _denoised(smoother: Smoother, images: Tensor, denoiser: Any) -> tuple[Smoother | None, str]:
@@ -327,8 +305,6 @@ def _trial(
     start = time.perf_counter()
     outputs = noisy.logits(images, draws, stream).cpu()
     seconds = (time.perf_counter() - start) / (m * draws)
-    right = task.right(outputs, truth)
-    assert right is not None
     holdout = Holdout(task, outputs, truth, task.uniform(stream, torch.arange(m)))
     rule = question.method.fit(question.asked(question.levels[0], noisy.noise, m, tuple(images.shape[1:])), holdout)
     statistic = rule.statistic(holdout.items(rule.reading).draws)
@@ -342,4 +318,4 @@ def _trial(
     generator = torch.Generator().manual_seed(0)
     again = torch.tensor([size(torch.randint(m, (m,), generator=generator)) for _ in range(RESAMPLED)])
     low, high = again.quantile(torch.tensor([0.025, 0.975])).tolist()
-    return Trial(front, sigma, float(right.mean()), size(torch.arange(m)), low, high, seconds)
+    return Trial(front, sigma, _accuracy(task, outputs, truth), size(torch.arange(m)), low, high, seconds)

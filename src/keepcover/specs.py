@@ -25,9 +25,9 @@ from keepcover.prediction import Predictor
 from keepcover.prediction.artifact import load, read
 from keepcover.store.logits_file import names_in, read_arrays
 from keepcover.tasks.metrics import check_labels
-from keepcover.training.denoiser import read_images
 
 OFFICIAL: dict[str, Callable[..., Labelled]] = {"cifar10": cifar, "cifar100": cifar, "mnist": idx, "fashion-mnist": idx}
+ARRAYS = (".npz", ".safetensors")
 
 
 def load_model(
@@ -49,9 +49,8 @@ def load_model(
         >>> type(load_model("torch.nn:Identity")).__name__
         'Identity'
     """
-    front, colon, behind = spec.partition(":")
-    if colon and front.split("@")[0] == "denoised":
-        return denoised(load_model(behind, weights, classes, device, output, fresh), front.partition("@")[2] or None)
+    if behind := re.fullmatch(r"denoised(?:@([^:]*))?:(.*)", spec, re.DOTALL):
+        return denoised(load_model(behind[2], weights, classes, device, output, fresh), behind[1] or None)
     suffix = Path(spec).suffix.lower()
     if output != "logits" and suffix != ".onnx":
         raise InputError(f"{output} are for ONNX files; let your function return the logarithm of its probabilities")
@@ -70,8 +69,12 @@ def load_model(
         return ExportedClassifier(spec, device=device)
     if Path(spec).is_dir():
         return from_hugging_face(spec, device=device)
-    if suffix in _OTHER_FILES:
-        raise InputError(f"{spec}: {_OTHER_FILES[suffix]}")
+    if suffix in (".safetensors", ".pt", ".pth", ".ckpt", ".bin"):
+        build = "give --model NAME --weights FILE, or a function that builds and loads it"
+        raise InputError(f"{spec}: weights alone are no model: {build}")
+    if suffix in (".pkl", ".pickle", ".joblib"):
+        build = "give package.module:function, which opens its own"
+        raise InputError(f"{spec}: pickles run code when they are opened, so they are not: {build}")
     return _from_function(spec, device)
 
 
@@ -82,14 +85,6 @@ def _with_weights(model: nn.Module, weights: str | Path | None) -> nn.Module:
     if head and not Path(weights).is_file():
         return load_head(load_weights(model, base), find_weights(head))
     return load_weights(model, weights)
-
-
-_ARCHITECTURE = "weights alone are no model: give --model NAME --weights FILE, or a function that builds and loads it"
-_PICKLE = "pickles run code when they are opened, so they are not: give package.module:function, which opens its own"
-_OTHER_FILES: dict[str, str] = {
-    **dict.fromkeys((".safetensors", ".pt", ".pth", ".ckpt", ".bin"), _ARCHITECTURE),
-    **dict.fromkeys((".pkl", ".pickle", ".joblib"), _PICKLE),
-}
 
 
 def _from_function(spec: str, device: str | None) -> Classifier:
@@ -111,9 +106,8 @@ def _from_function(spec: str, device: str | None) -> Classifier:
     if hasattr(made, "predict_proba"):
         return from_predict_proba(made)
     if not callable(made):
-        raise InputError(
-            f"{spec} must return a model, images -> logits or with predict_proba, not {type(made).__name__}"
-        )
+        found = type(made).__name__
+        raise InputError(f"{spec} must return a model, images -> logits or with predict_proba, not {found}")
     return cast(Classifier, made)
 
 
@@ -151,15 +145,16 @@ def load_parts(
         if part is not None:
             raise InputError(f"{spec} has an official training part; leave --part out")
         return load_data(spec, folder, "train"), load_data(spec, folder)
-    data = take_part(load_data(spec, folder), part or "1/2")
+    data = load_data(spec, folder)
+    data = data[part_rows(len(data), part or "1/2")]
     if data.images.is_floating_point():  # training promises nothing: the network's own precision will do
         data = replace(data, images=data.images.float())
-    if len(data) < 2:
-        raise InputError(f"expected at least 2 examples in that part of {spec}, got {len(data)}")
     return _four_to_one(data, seed)
 
 
 def _four_to_one(data: Labelled, seed: int) -> tuple[Labelled, Labelled]:
+    if len(data) < 2:
+        raise InputError(f"expected at least 2 examples in that part of {data.name}, got {len(data)}")
     train, test = data.split(max(1, 4 * len(data) // 5), -1, seed=seed)
     return train, test
 
@@ -174,21 +169,13 @@ def has_labels(spec: str) -> bool:
     path = Path(spec)
     if path.is_dir():
         return any(entry.is_dir() and not entry.name.startswith(".") for entry in path.iterdir())
-    return path.suffix not in (".npz", ".safetensors") or "labels" in names_in(spec)
+    return path.suffix not in ARRAYS or "labels" in names_in(spec)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def parts_by(model: nn.Module, spec: str, part: str | None = None, seed: int = 0) -> tuple[Labelled, Labelled]:
     """As :func:`load_parts`, of data without labels: in their place stands what the model says of the images as they are."""
-    if Path(spec).is_dir():
-        sizes = read_images(spec, 224, channels=3)
-        if len(sizes) > 1:
-            found = ", ".join(f"{group.shape[3]} x {group.shape[2]}" for group in sizes)
-            raise InputError(f"expected images of one size in {spec}, that of the network's inputs, got {found}")
-        images = sizes[0].float() / 255
-    else:
-        images = load_inputs(spec).images.float()
-    images, device = images[part_rows(len(images), part or "1/2")], next(model.parameters()).device
+    images, device = load_inputs(spec, part=part or "1/2").images.float(), next(model.parameters()).device
     logits = torch.cat([model.eval()(some.to(device)).cpu() for some in images.split(256)])
     names = tuple(f"class {k}" for k in range(logits.shape[1]))
     data = Labelled(f"{Path(spec).stem}, by the network's own word", images, logits.argmax(dim=1), names)
@@ -212,11 +199,11 @@ def load_data(spec: str, folder: str | Path | None = None, part: str = "test", t
         return usual_folder(spec).load()
     if Path(spec).suffix == ".csv":
         return Labelled(Path(spec).stem, *read_csv(spec, target)[:2], ())
-    if Path(spec).suffix not in (".npz", ".safetensors"):
+    if Path(spec).suffix not in ARRAYS:
         raise InputError(
             f"expected digits, {', '.join(OFFICIAL)}, a folder of class folders, or a .npz, .safetensors or .csv file, got {spec!r}"
         )
-    images, truth = cast(tuple[Tensor, Tensor], _arrays(spec, True))
+    images, truth = _arrays(spec, True)
     if truth.is_floating_point() or truth.ndim > 1:  # numbers, several labels, labels of pixels: the task looks at them
         return Labelled(Path(spec).stem, images, truth, ())
     if images.ndim != 4 and images.is_floating_point():
@@ -228,43 +215,34 @@ def load_data(spec: str, folder: str | Path | None = None, part: str = "test", t
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """What a prediction needs of data: inputs, their row numbers in the data, and labels and names where there are any."""
+class Inputs(Labelled):
+    """Data whose labels, and the names of whose classes, may be missing, with the numbers of their rows in the whole."""
 
-    name: str
-    images: Tensor
+    labels: Any
     rows: Tensor
-    labels: Tensor | None = None
-    class_names: tuple[str, ...] | None = None
-
-    def __len__(self) -> int:
-        return len(self.images)
 
 
 def load_inputs(
-    spec: str,
-    folder: str | Path | None = None,
-    part: str | None = None,
-    labelled: bool = False,
-    target: str | None = None,
+    spec: str, folder: Path | None = None, part: str | None = None, labelled: bool = False, target: str | None = None
 ) -> Inputs:
     """Data as :func:`load_data` reads them; files may lack ``labels``, and hold vectors [n, features] instead of images. Where no
     labels are needed, a folder of images without class folders will do.
 
     ``part`` is ``k/m``: the k-th of m random disjoint parts, the same on every run.
     """
-    if Path(spec).suffix in (".npz", ".safetensors"):
-        images, labels, class_names, name = *_arrays(spec, labelled), None, Path(spec).stem
-    elif not labelled and Path(spec).is_dir() and not any(path.is_dir() for path in Path(spec).iterdir()):
-        images, labels, class_names, name = usual_folder(spec, flat=True).load().images, None, None, Path(spec).name
-    else:
+    path = Path(spec)
+    if path.suffix in ARRAYS:
+        name, (images, labels), names = path.stem, _arrays(spec, labelled), ()
+    elif labelled or has_labels(spec):
         data = load_data(spec, folder, target=target)
-        images, labels, class_names, name = data.images, data.labels, data.class_names or None, data.name
+        name, (images, labels), names = data.name, data.pair, data.class_names
+    else:
+        name, images, labels, names = path.name, usual_folder(spec, flat=True).load().images, None, ()
     rows = part_rows(len(images), part)
-    return Inputs(name, images[rows], rows, None if labels is None else labels[rows], class_names)
+    return Inputs(name, images[rows], None if labels is None else labels[rows], names, rows)
 
 
-def _arrays(path: str, labelled: bool) -> tuple[Tensor, Tensor | None]:
+def _arrays(path: str, labelled: bool) -> tuple[Tensor, Any]:
     """Inputs, and labels or targets, by either name."""
     there = names_in(path)
     inputs, truth = ("inputs" if "inputs" in there else "images"), ("targets" if "targets" in there else "labels")
@@ -274,11 +252,6 @@ def _arrays(path: str, labelled: bool) -> tuple[Tensor, Tensor | None]:
     if truth == "targets" or known.ndim < 2:  # tables of several labels and maps of pixels are for the task to look at
         known = known.double() if truth == "targets" else check_labels(known, len(images), None)
     return check_images(images, first=False), known
-
-
-def take_part(data: Labelled, part: str | None) -> Labelled:
-    """``k/m``: the k-th of m random disjoint parts of a dataset; everything where no part is named."""
-    return data[part_rows(len(data), part)]
 
 
 def part_rows(n: int, part: str | None) -> Tensor:

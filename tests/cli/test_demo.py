@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from keepcover.demo import demo
-from keepcover.demo.demo import Entry
+from keepcover import demo
+from keepcover.demo import Entry
 from keepcover.methods import RCP1, Exact, SplitCP
 from tests.cli.runner import run
 from tests.pages.reader import offline, parsed

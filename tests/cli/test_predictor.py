@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import keepcover
 from keepcover.__main__ import main as keepcover_main
-from keepcover.cli.rows import write_rows
+from keepcover.cli.predictor import write_rows
 from keepcover.data import digits
 from keepcover.engine.fingerprint import fingerprint
 from keepcover.errors import InputError, KeepcoverWarning
@@ -336,6 +336,9 @@ def test_class_names_from_a_list_a_file_or_the_data(
     assert as_json(capsys, "show", tmp_path / "p.safetensors")["task"]["class_names"] is None
     assert load_inputs("digits").class_names == digits().class_names
     assert "4 class names" in refused(capsys, *base, "--class-names", "a,b")
+    assert "4 class names" in refused(capsys, *base, "--class-names", "a," * 300)  # longer than a file's name may be
+    names.write_bytes(b"caf\xe9\n")
+    assert "expected one name per line in UTF-8" in refused(capsys, *base, "--class-names", names)
 
 
 def test_sigma_auto_is_chosen_on_the_holdout(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from keepcover.data.decode import decode
 from keepcover.engine.inputs import batches, length
 from keepcover.errors import InputError
 from keepcover.prediction.calibration import calibrate
-from keepcover.specs import load_data, load_inputs
+from keepcover.specs import load_data, load_inputs, parts_by
 
 
 def noise(width: int, height: int, seed: int = 0) -> np.ndarray:
@@ -479,10 +479,28 @@ def test_new_images_need_no_class_folders(tmp_path: Path) -> None:
     for name, value in (("b", 40), ("a", 200)):
         Image.new("RGB", (6, 4), (value, value, value)).save(tmp_path / f"{name}.png")
     found = load_inputs(str(tmp_path))
-    assert (found.labels, found.class_names, found.name) == (None, None, tmp_path.name)
+    assert (found.labels, found.class_names, found.name) == (None, (), tmp_path.name)
     assert (found.images[:, 0, 0, 0] * 255).round().tolist() == [200, 40]
     with pytest.raises(InputError, match="expected at least 2 classes"):
         load_inputs(str(tmp_path), labelled=True)
     (tmp_path / "new").mkdir()
     with pytest.raises(InputError, match="holds no images"):
         load_inputs(str(tmp_path / "new"))
+
+
+def test_training_without_labels_sees_images_as_calibration_will(tmp_path: Path) -> None:
+    """In their own shape, named by the model; too few to split, or of several sizes, are refused."""
+    for i in range(5):
+        save(tmp_path / f"{i}.png", noise(6, 4, i))
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(72, 3))
+    training, test = parts_by(model, str(tmp_path), "1/1")
+    assert (len(training), len(test), len(training.class_names)) == (4, 1, 3)
+    seen = torch.cat([training.images, test.images])
+    whole = load_inputs(str(tmp_path)).images
+    assert all((one == whole).flatten(1).all(dim=1).sum() == 1 for one in seen)
+    assert torch.equal(training.labels, model(training.images).argmax(dim=1))
+    with pytest.raises(InputError, match="expected at least 2 examples"):
+        parts_by(model, str(tmp_path), "1/5")
+    save(tmp_path / "5.png", noise(8, 4))
+    with pytest.raises(InputError, match="make all images of one size"):
+        parts_by(model, str(tmp_path), "1/1")

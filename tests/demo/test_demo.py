@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from keepcover.demo.demo import ENTRIES, EPSILON, DemoResult, Entry, run_demo
-from keepcover.demo.report import write_report
+from keepcover.demo import ENTRIES, EPSILON, DemoResult, Entry, run_demo, write_report
 from keepcover.errors import InputError
 from keepcover.methods import RCP1, Exact, SplitCP
 from keepcover.models import SmallCNN

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from keepcover import cli
-from keepcover.demo.demo import Entry, run_demo
-from keepcover.demo.report import write_report
+from keepcover.demo import Entry, run_demo, write_report
 from keepcover.methods import RCP1, RSCP, Exact, SplitCP
 from keepcover.paper.reproduce.run import write_page
 from tests.conftest import Watched

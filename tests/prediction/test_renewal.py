@@ -18,7 +18,7 @@ from torch import Tensor
 
 import keepcover
 from keepcover import Promise
-from keepcover.cli.renewal import _words
+from keepcover.cli.production import _words
 from keepcover.errors import InputError
 from keepcover.methods.exact import HullRule
 from keepcover.prediction import Predictor, calibrate, calibrate_outputs, renewal

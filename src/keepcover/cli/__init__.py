@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import typer
 import typer.main
 
-# Importing a module registers its commands.
-from keepcover.cli import (  # noqa: F401
-    audit,
-    data,
-    demo,
-    evaluate,
-    evidence,
-    explore,
-    plan,
-    predictor,
-    renewal,
-    reproduce,
-    serve,
-    smooth,
-    train,
-)
 from keepcover.cli.console import app, err, out
 from keepcover.errors import InputError
 from keepcover.methods import METHODS
+
+for _module in pkgutil.iter_modules(__path__):  # importing a module registers its commands
+    importlib.import_module(f"{__name__}.{_module.name}")
 
 
 def every_command(command: Any = None, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
@@ -71,21 +59,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; errors of the user are one line on stderr."""
     try:
         result = app(args=_repeat_method(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
-        if result == _INTERRUPTED:  # typer makes an exit code of Ctrl-C
-            raise KeyboardInterrupt
-        return result if isinstance(result, int) else 0
-    except InputError as error:
-        err.print(f"error: {error}", style="red")
-        return 2
     except typer.Exit as stop:
         return stop.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        err.print("stopped")
-        return _INTERRUPTED
+        result = _INTERRUPTED
     except Exception as error:
-        message = getattr(error, "format_message", None)
-        if message is None:
+        usage = getattr(error, "format_message", None)  # of an error of the command line itself; empty after its help
+        if usage is None and not isinstance(error, InputError):
             raise
-        if message():  # a usage error of the command line itself; without a message it has shown its help
-            err.print(f"error: {message()}", style="red")
+        if message := usage() if usage else str(error):
+            err.print(f"error: {message}", style="red")
         return 2
+    if result == _INTERRUPTED:  # typer makes an exit code of Ctrl-C
+        err.print("stopped")
+    return result if isinstance(result, int) else 0

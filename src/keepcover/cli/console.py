@@ -7,12 +7,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import Progress
 from rich.segment import Segment
 from rich.status import Status
 from rich.table import Table
@@ -32,11 +34,9 @@ class Plain(Console):
         super().__init__(markup=False, emoji=False, highlight=False, soft_wrap=True, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        def escaped(found: re.Match[str]) -> str:
-            return found[0].encode("unicode_escape").decode()
-
         for text, style, control in super().render(renderable, options):
-            yield Segment(text if control else _CONTROL.sub(escaped, text), style, control)
+            plain = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+            yield Segment(text if control else plain, style, control)
 
 
 err = Plain(stderr=True)
@@ -70,6 +70,14 @@ def progress_lines(status: Status) -> Callable[[str], None]:
     return lambda text: status.update(text) if err.is_terminal else err.print(text)
 
 
+@contextmanager
+def bar(what: str) -> Iterator[Callable[..., None]]:
+    """A bar on a terminal, moved by a function of what is done, of the total and, where it changes, of what is being done."""
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total, what=what: progress.update(task, completed=done, total=total, description=what)
+
+
 def command_line() -> str:
     """The command as another person would type it: of files and folders of this machine only their names."""
 
@@ -86,7 +94,7 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Tab
     for index, name in enumerate(head):
         made.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
-        made.add_row(*map(str, row))
+        made.add_row(*(f"{one:g}" if isinstance(one, float) else str(one) for one in row))
     return made
 
 

@@ -15,18 +15,23 @@ from keepcover.data.known import CLASSES, SOURCES
 
 @opt.command
 def data(
-    name: Annotated[
-        str | None, typer.Argument(help="`cifar10`, `cifar100`, `mnist` or `fashion-mnist`; none lists them all.")
-    ] = None,
-    folder: Annotated[Path, "--out", "Where the files go, or are."] = Path("data"),
-    form: Annotated[Literal["binary", "python"], "Which official version; CIFAR comes in both."] = "binary",
-    mirror: Annotated[str | None, "Another address that holds the same files."] = None,
-    check: Annotated[bool, "--check", "Only compare what is there with the checksums."] = False,
+    name: Annotated[str | None, typer.Argument()] = None,
+    folder: Annotated[Path, "--out"] = Path("data"),
+    form: Literal["binary", "python"] = "binary",
+    mirror: str | None = None,
+    check: bool = False,
 ) -> ui.Answer:
     """Download a dataset from its official address and verify it; an interrupted download continues where it stopped.
 
     Archives stay as they are: `--data-dir` reads them without extracting. With `--check`, the exit code is 1 unless a complete
     form is there and nothing is damaged.
+
+    Args:
+        name: `cifar10`, `cifar100`, `mnist` or `fashion-mnist`; none lists them all.
+        folder: Where the files go, or are.
+        form: Which official version; CIFAR comes in both.
+        mirror: Another address that holds the same files.
+        check: Only compare what is there with the checksums.
     """
     if name is None:
         return _list()
@@ -45,21 +50,11 @@ def data(
 
 
 def _list() -> ui.Answer:
-    rows = [
-        {
-            "name": name,
-            "form": form,
-            "classes": len(CLASSES[name]),
-            "bytes": sum(file.size for file in source.files),
-            "files": [source.address + file.name for file in source.files],
-        }
-        for name, forms in SOURCES.items()
-        for form, source in forms.items()
-    ]
-    lines = [
-        (row["name"], row["form"], row["classes"], f"{row['bytes'] / 1e6:.0f}", row["files"][0].rsplit("/", 1)[0])
-        for row in rows
-    ]
+    rows, lines = [], []
+    for name, form, source in ((name, form, one) for name, forms in SOURCES.items() for form, one in forms.items()):
+        size, files = sum(file.size for file in source.files), [source.address + file.name for file in source.files]
+        rows.append({"name": name, "form": form, "classes": len(CLASSES[name]), "bytes": size, "files": files})
+        lines.append((name, form, len(CLASSES[name]), f"{size / 1e6:.0f}", files[0].rsplit("/", 1)[0]))
     note = ui.dim("`digits` comes with scikit-learn; a folder of class folders needs no name")
     head = ["name", "version", "classes", "MB", "address"]
     return ui.Answer({"datasets": rows}, [ui.table("Datasets", head, lines), note])

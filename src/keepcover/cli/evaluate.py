@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.progress import Progress
 
 from keepcover.cli import console as ui
 from keepcover.cli import options as opt
@@ -27,39 +27,43 @@ from keepcover.specs import read_shape
 from keepcover.store import LogitStore
 from keepcover.store.logits_file import read_arrays
 
-MEANING = opt.Meaning()
+
+@dataclass(frozen=True)
+class Splits:
+    """How :func:`keepcover.evaluate` uses points and draws.
+
+    Args:
+        draws: Use the first N draws; all by default.
+        calibration_draws: Draws of calibration points, if different.
+        splits: Random calibration/test halves.
+        holdout: Points set aside for tuning and PTT.
+        redraw_holdout: A new holdout for every split.
+        calibration: Calibration points per split; half of what the holdout leaves by default.
+    """
+
+    draws: int | None = None
+    calibration_draws: int | None = None
+    splits: int = 50
+    holdout: int = 500
+    redraw_holdout: bool = False
+    calibration: int | None = None
+    seed: opt.Seed = 0
 
 
 @opt.command
 def evaluate(
-    logits: Annotated[
-        Path,
-        typer.Argument(help="safetensors or npz with `logits` [n, N, ...] and `labels` [n, ...], or a store's folder."),
-    ],
+    logits: Annotated[Path, typer.Argument()],
     epsilon: opt.Epsilon,
     asked: opt.Question,
+    split: Splits,
     *,
     shape: opt.InputShape = None,
     alpha: opt.Alpha = 0.1,
-    meaning: opt.Meaning = MEANING,
+    meaning: opt.Meaning,
     method: Annotated[list[str] | None, f"One or several of {', '.join(METHODS)}, or all."] = None,
-    transform: Annotated[Literal["none", "ptt", "both"], "PTT cannot help methods that only compare scores."] = "both",
-    draws: Annotated[int | None, "Use the first N draws; all by default."] = None,
-    calibration_draws: Annotated[int | None, "Draws of calibration points, if different."] = None,
-    splits: Annotated[int, "Random calibration/test halves."] = 50,
-    holdout: Annotated[int, "Points set aside for tuning and PTT."] = 500,
-    redraw_holdout: Annotated[bool, "--redraw-holdout", "A new holdout for every split."] = False,
-    calibration: Annotated[
-        int | None, "Calibration points per split; half of what the holdout leaves by default."
-    ] = None,
-    seed: opt.Seed = 0,
-    save: Annotated[
-        Path | None,
-        "--out",
-        "Also write rows and manifest to this JSON file.",
-        lambda path: check_folder(path.parent, path.name),
-    ] = None,
-    report: Annotated[Path | None, "Also write a self-contained HTML page to this file.", check_place] = None,
+    transform: Literal["none", "ptt", "both"] = "both",
+    save: Annotated[Path | None, "--out", lambda path: check_folder(path.parent, path.name)] = None,
+    report: Annotated[Path | None, check_place] = None,
     figures: opt.Figures = None,
     class_names: opt.ClassNames = None,
 ) -> ui.Answer:
@@ -67,63 +71,54 @@ def evaluate(
 
     `logits[i, j]` are the outputs for image i plus the j-th noise vector, noise independent across images and draws.
     `keepcover smooth` makes a store of them; one that is too large for memory is read piece by piece.
+
+    Args:
+        logits: safetensors or npz with `logits` [n, N, ...] and `labels` [n, ...], or a store's folder.
+        transform: PTT cannot help methods that only compare scores.
+        save: Also write rows and manifest to this JSON file.
+        report: Also write a self-contained HTML page to this file.
     """
     start = time.monotonic()
     if figures is not None and report is None:
         raise InputError("--figures are those of the page: say where it goes with --report FILE.html")
-    names, added = opt.read_names(class_names), asked.optional()
+    names = opt.read_names(class_names)
     known = meaning.known(names)
-    if logits.is_dir():
-        outputs, truth = LogitStore.at(logits), None
-    elif added is None:
-        raise InputError("expected --sigma or --noise, under which the logits of this file were computed")
-    else:
-        outputs, truth = read_arrays(logits, "logits", "labels")
-    source = source_of(outputs, truth, added)
-    promises = asked.promise()
-    several = [Promise(), promises] if promises.clauses else [promises]  # the marginal one shows what the other costs
-    with Progress(console=ui.err, transient=True, disable=not ui.err.is_terminal) as progress:
-        bar = progress.add_task("evaluating", total=None)
+    outputs, truth = (LogitStore.at(logits), None) if logits.is_dir() else read_arrays(logits, "logits", "labels")
+    source = source_of(outputs, truth, asked.optional() if logits.is_dir() else asked.required())
+    promise = asked.promise()
+    several = [Promise(), promise] if promise.clauses else [promise]  # the marginal one shows what the other costs
+    named = None if method is None or "all" in method else method
+    with ui.bar("evaluating") as progress:
         rows = run(
             source,
             epsilon=epsilon,
+            norm=asked.norm,
             shape=read_shape(shape),
             alpha=alpha,
-            methods=asked.offered(METHODS, source.noise, known, several)
-            if method is None or "all" in method
-            else [asked.method(name) for name in method],
+            promise=several,
+            methods=asked.methods(named, METHODS, source.noise, known, several),
             transforms=("none", "ptt") if transform == "both" else (transform,),
             task=known,
-            draws=draws,
-            calibration_draws=calibration_draws,
-            splits=splits,
-            holdout=holdout,
-            redraw_holdout=redraw_holdout,
-            calibration=calibration,
-            seed=seed,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
-            **{**asked.arguments(), "promise": several},
+            progress=progress,
+            **vars(split),
         )
+    facts = [row.to_dict() for row in rows]
     if save:
-        config = {"logits": logits.name, "images": source.points, "splits": splits, "holdout": holdout, "seed": seed}
-        about = manifest(ui.command_line(), config, time.monotonic() - start)
-        write_results(save, [row.to_dict() for row in rows], about)
-    kept = "redrawn per split" if redraw_holdout else "the same in every split"
+        config = {"logits": logits.name, "images": source.points, **vars(split)}
+        write_results(save, facts, manifest(ui.command_line(), config, time.monotonic() - start))
+    kept = f"holdout {split.holdout}, {'redrawn per split' if split.redraw_holdout else 'the same in every split'}"
     if report:
-        how = f"seed {seed}: {holdout} holdout points, {kept}, random halves of the rest to calibrate and to look at"
+        how = f"seed {split.seed}: {kept}, random halves of the rest to calibrate and to look at"
         origin = {**_origin(logits), "splits and seed": how, "command": ui.command_line()}
         with ui.err.status("writing the page"):
-            page = evaluation_page(rows, logits.name, images=source.points, class_names=names, origin=origin)
+            page = evaluation_page(rows, logits.name, images=source.points, class_names=names or None, origin=origin)
             page.write(report, figures)
-    title = (
-        f"{logits.name}: alpha {alpha:g}, {rows[0].guarantee.threat.reach}, {source.noise}, score {known.score_name}"
-    )
     lines = [_line(row, rows if len(several) > 1 else ()) for row in rows]
-    note = f"mean ± standard deviation over {splits} splits, seed {seed}, holdout {holdout}, {kept}"
-    shown = [ui.table(title, list(lines[0]), [list(line.values()) for line in lines]), ui.dim(note)]
+    about = f"alpha {alpha:g}, {rows[0].guarantee.threat.reach}, {source.noise}, score {known.score_name}"
+    listed = ui.table(f"{logits.name}: {about}", list(lines[0]), [list(line.values()) for line in lines])
+    shown = [listed, ui.dim(f"mean ± standard deviation over {split.splits} splits, seed {split.seed}, {kept}")]
     written = {"report": str(report)} if report else {}
-    shown += [f"report  {report}"] if report else []
-    return ui.Answer({"rows": [row.to_dict() for row in rows], **written}, shown)
+    return ui.Answer({"rows": facts, **written}, [*shown, *(f"report  {one}" for one in written.values())])
 
 
 def _line(row: Row, beside: Sequence[Row]) -> dict[str, Any]:
@@ -149,11 +144,5 @@ def _origin(path: Path) -> dict[str, str]:
     if not path.is_dir():
         return {"logits": f"{path.name}, SHA-256 {fingerprint(path)}"}
     store = LogitStore.at(path)
-    key = store.key
-    return {
-        "logits": f"store {store.folder.name}, {store.draws} draws per image",
-        "model": f"{key.structure}, fingerprint {key.model}",
-        "data": f"{key.images} images, fingerprint {key.data}",
-        "noise of the logits": f"{key.added}, seed {key.seed}",
-        "numerics": f"autocast {key.autocast}, channels last {key.channels_last}, compile {key.compile}, device {key.device}",
-    }
+    held = f"store {store.folder.name}, {store.draws} draws per image"
+    return {"logits": held, **{name.replace("_", " "): str(value) for name, value in asdict(store.key).items()}}

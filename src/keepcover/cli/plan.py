@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 from keepcover.cli import console as ui
 from keepcover.cli import options as opt
@@ -24,35 +23,30 @@ def plan(
     shape: opt.InputShape = None,
     alpha: opt.Alpha = 0.1,
     draws: opt.Draws = 16,
-    calibration_draws: Annotated[int, "Model evaluations per calibration point, paid once."] = 64,
-    n: Annotated[int, "Calibration points."] = 4750,
-    holdout: Annotated[Path | None, "Noisy logits of your own holdout: a file or a store."] = None,
+    calibration_draws: int = 64,
+    n: int = 4750,
+    holdout: Path | None = None,
 ) -> ui.Answer:
     """What N draws per query buy: the best exact rules beside what RSCP+ pays. Needs no data.
 
     Sizes are estimates on a reference population that resembles CIFAR-10, or on your own `--holdout` logits.
+
+    Args:
+        calibration_draws: Model evaluations per calibration point, paid once.
+        n: Calibration points.
+        holdout: Noisy logits of your own holdout: a file or a store.
     """
     threat = Threat(asked.required(), epsilon, asked.norm, read_shape(shape))
     beta = 0.001 if asked.beta is None else asked.beta
+    held = None if holdout is None else _holdout(holdout)
+    how = {"calibration_draws": calibration_draws, "n": n, "beta": beta, "shape": threat.shape, "holdout": held}
     with ui.err.status("solving"):
-        plans = planning.make_plan(
-            alpha,
-            epsilon,
-            threat.noise,
-            draws,
-            calibration_draws=calibration_draws,
-            n=n,
-            beta=beta,
-            shape=threat.shape,
-            holdout=None if holdout is None else _holdout(holdout),
-            **asked.arguments(),
-        )
+        plans = planning.make_plan(alpha, epsilon, threat.noise, draws, **how, **asked.arguments())
 
     def cell(value: float | int | None, form: str = "d") -> str:
         return "-" if value is None else format(value, form)
 
-    unit = asked.promise().partition
-    each = f" per {unit.unit}" if unit else ""
+    each = f" per {unit.unit}" if (unit := asked.promise().partition) else ""
     rows = []
     for p in plans:
         chosen = (cell(p.c), cell(p.kappa), cell(p.level, ".5f"), cell(p.estimated_size, ".2f"))
@@ -63,8 +57,7 @@ def plan(
     where = "your holdout" if holdout else "a reference population (see --help)"
     note = ui.dim(f"\nalpha' near alpha: robustness nearly free. Sizes are estimates on {where}.")
     request = {"alpha": alpha, **threat.config(), "draws": draws, "n": n, "beta": beta}
-    facts = {**request, "plans": [p.to_dict() for p in plans]}
-    return ui.Answer(facts, [ui.table(title, head, rows), *rules, note])
+    return ui.Answer(request | {"plans": [p.to_dict() for p in plans]}, [ui.table(title, head, rows), *rules, note])
 
 
 def _holdout(path: Path) -> Holdout:

@@ -17,25 +17,34 @@ from keepcover.web.settings import Settings
 
 @opt.command
 def serve(
-    predictor: Annotated[Path, typer.Argument(help="What `Predictor.save` wrote.")],
+    predictor: Annotated[Path, typer.Argument()],
     using: opt.Model,
     *,
-    host: Annotated[str, "Address to listen on; 0.0.0.0 for every one."] = "127.0.0.1",
-    port: Annotated[int, "Port; 0 takes a free one and logs it."] = 8000,
-    workers: Annotated[int, "Processes, each with its own model and queue."] = 1,
-    threads: Annotated[int | None, "CPU threads per worker; the cores shared out by default."] = None,
-    token_file: Annotated[Path | None, "File with the bearer token clients must send; or set KEEPCOVER_TOKEN."] = None,
-    trusted_proxies: Annotated[
-        str | None, "Addresses and networks whose X-Forwarded-For is believed, comma separated."
-    ] = None,
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], "Logs are JSON lines on stderr."] = "info",
-    check: Annotated[bool, "--check", "Load, answer one query, print what `/v1/predictor` says, and stop."] = False,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    workers: int = 1,
+    threads: int | None = None,
+    token_file: Path | None = None,
+    trusted_proxies: str | None = None,
+    log_level: Literal["debug", "info", "warning", "error"] = "info",
+    check: bool = False,
     settings: Settings,
 ) -> int:
     """Serve a predictor over HTTP: `POST /v1/predict`, `GET /v1/predictor`, outcomes and monitor, health, metrics and OpenAPI.
 
     Noise comes fresh from the operating system for every answer; no option and no request sets a seed. SIGTERM ends the
     service once everything accepted is answered.
+
+    Args:
+        predictor: What `Predictor.save` wrote.
+        host: Address to listen on; 0.0.0.0 for every one.
+        port: Port; 0 takes a free one and logs it.
+        workers: Processes, each with its own model and queue.
+        threads: CPU threads per worker; the cores shared out by default.
+        token_file: File with the bearer token clients must send; or set KEEPCOVER_TOKEN.
+        trusted_proxies: Addresses and networks whose X-Forwarded-For is believed, comma separated.
+        log_level: Logs are JSON lines on stderr.
+        check: Load, answer one query, print what `/v1/predictor` says, and stop.
     """
     from keepcover.serve import Deployment
     from keepcover.serve.app import warm_up

@@ -21,26 +21,27 @@ from keepcover.store.cluster import Cluster
 
 @dataclass(frozen=True)
 class Workers:
-    """What ``--engine ray`` takes."""
+    """What ``--engine ray`` takes.
 
-    address: Annotated[str | None, "Ray: `auto`, `host:port` or `ray://host:port`; without it, this machine alone."] = (
-        None
-    )
-    workers: Annotated[int | None, "Ray: how many workers; as many as fit by default."] = None
-    cpus_per_worker: Annotated[float | None, "Ray: cores, and torch threads, of a worker."] = None
-    gpus_per_worker: Annotated[
-        float | None, "Ray: 1 gives each worker a GPU, 0.5 puts two on one; implies --device cuda."
-    ] = None
+    Args:
+        address: Ray: `auto`, `host:port` or `ray://host:port`; without it, this machine alone.
+        workers: Ray: how many workers; as many as fit by default.
+        cpus_per_worker: Ray: cores, and torch threads, of a worker.
+        gpus_per_worker: Ray: 1 gives each worker a GPU, 0.5 puts two on one; implies --device cuda.
+    """
+
+    address: str | None = None
+    workers: int | None = None
+    cpus_per_worker: float | None = None
+    gpus_per_worker: float | None = None
 
     def cluster(self, engine: str) -> Cluster | None:
         """None for this process."""
         if engine == "ray":
-            cpus = 1.0 if self.cpus_per_worker is None else self.cpus_per_worker
-            return Cluster(self.address, self.workers, cpus, self.gpus_per_worker)
-        for name, value in vars(self).items():
-            if value is not None:
-                option = name.replace("_", "-")
-                raise InputError(f"--{option} is for workers on Ray: add --engine ray, or leave it out")
+            cpus = opt.given({"cpus": self.cpus_per_worker})
+            return Cluster(self.address, self.workers, gpus=self.gpus_per_worker, **cpus)
+        for name in opt.given(vars(self)):
+            raise InputError(f"--{name.replace('_', '-')} is for workers on Ray: add --engine ray, or leave it out")
         return None
 
 
@@ -48,27 +49,35 @@ class Workers:
 def smooth(
     using: opt.Model,
     given: opt.Data,
-    root: Annotated[Path, "--out", "Folder of stores; this one gets its own folder there."],
+    root: Annotated[Path, "--out"],
     added: opt.Added,
     numerics: opt.Numerics,
     ray: Workers,
     *,
-    draws: Annotated[int | None, "Noisy copies per image, 256 by default; more can be added later."] = None,
-    images: Annotated[int | None, "Only the first so many images."] = None,
+    draws: int | None = None,
+    images: int | None = None,
     seed: opt.Seed = 0,
-    chunk_images: Annotated[int | None, "Images per file, fixed when the store is made."] = None,
-    chunk_draws: Annotated[int | None, "Draws per file, fixed when the store is made."] = None,
-    resume: Annotated[bool, "--resume/--restart", "Go on from what is stored, or delete it and begin again."] = True,
-    verify: Annotated[
-        bool, "--verify", "Only compare all checksums; exit code 1 if a chunk is damaged or missing."
-    ] = False,
-    engine: Annotated[Literal["local", "ray"], "Where to run: this process, or workers on Ray."] = "local",
+    chunk_images: int | None = None,
+    chunk_draws: int | None = None,
+    resume: Annotated[bool, "--resume/--restart"] = True,
+    verify: bool = False,
+    engine: Literal["local", "ray"] = "local",
 ) -> ui.Answer:
     """Run a model under noise once and keep its logits on disk, for `keepcover evaluate` and everything else.
 
     Stop it whenever you like, and run it again: it goes on with the first chunk that is missing or damaged. More draws
     extend the store. Another model, noise, seed, data or numerics get a store of their own. `--engine ray` shares the
     work among several GPUs or machines; the store is the same.
+
+    Args:
+        root: Folder of stores; this one gets its own folder there.
+        draws: Noisy copies per image, 256 by default; more can be added later.
+        images: Only the first so many images.
+        chunk_images: Images per file, fixed when the store is made.
+        chunk_draws: Draws per file, fixed when the store is made.
+        resume: Go on from what is stored, or delete it and begin again.
+        verify: Only compare all checksums; exit code 1 if a chunk is damaged or missing.
+        engine: Where to run: this process, or workers on Ray.
     """
     device, cluster = using.device, ray.cluster(engine)
     if cluster is not None:
@@ -79,16 +88,14 @@ def smooth(
     labelled = given.labelled()
     if images is not None and not 1 <= images <= len(labelled):
         raise InputError(f"expected 1 to {len(labelled)} images of {given}, got {images}")
-    labelled = labelled[: len(labelled) if images is None else images]
-    network = using.load(len(labelled.class_names))
-    smoother = numerics.smoother(network, added.required(), using.device)
+    labelled = labelled[:images]
+    smoother = numerics.smoother(using.load(len(labelled.class_names)), added.required(), using.device)
     draws, _ = budget(smoother.noise, draws, None, tuple(labelled.images.shape[1:]), 256)
     key = StoreKey.of(smoother, labelled.pair, seed, model_fingerprint=using.fingerprint)
     if cluster is not None and device is not None:
         key = replace(key, device=device)
-    store = LogitStore.open(
-        root, key, draws=draws, chunk_images=chunk_images, chunk_draws=chunk_draws, restart=not resume and not verify
-    )
+    chunks: dict[str, Any] = {"chunk_images": chunk_images, "chunk_draws": chunk_draws}
+    store = LogitStore.open(root, key, draws=draws, restart=not resume and not verify, **chunks)
     if verify:
         return _verify(store, draws)
     missing = store.missing(draws)
@@ -107,8 +114,8 @@ def smooth(
         with redirect_stdout(io.StringIO()):  # what Ray prints stays off the screen and out of --json
             factory = None if is_named(using.model) else build
             done = fill(store, smoother, labelled.pair, draws, cluster, factory=factory)
-        counted = ("workers", "lost_workers", "repeated_chunks")
-        more = {"engine": "ray", **{name: getattr(done, name) for name in counted}}
+        more = {"engine": "ray", "workers": done.workers}
+        more |= {"lost_workers": done.lost_workers, "repeated_chunks": done.repeated_chunks}
     facts = {
         **store.summary(),
         "computed_chunks": done.computed,
@@ -118,23 +125,18 @@ def smooth(
         "noisy_images_per_second": round(done.noisy_images / done.seconds, 1),
         **more,
     }
-    lines = [
-        f"store    {store.folder}",
-        f"holds    {facts['images']} images x {facts['draws']} draws x {facts['classes']} classes, float16, "
-        f"{size_in_words(facts['bytes'])} in {_count(facts['chunks'], 'file')}",
-    ]
+    size = f"{size_in_words(facts['bytes'])} in {_count(facts['chunks'], 'file')}"
+    holds = f"{facts['images']} images x {facts['draws']} draws x {facts['classes']} classes, float16, {size}"
+    lines = [f"store    {store.folder}", f"holds    {holds}"]
     if done.computed:
         rate = f"{done.reused} reused, {done.seconds:.1f} s, {facts['noisy_images_per_second']:.0f} noisy images/s"
         lines.append(f"done     {_count(done.computed, 'chunk')} computed, {rate}")
-        if more:
-            lost = (
-                f", {_count(more['lost_workers'], 'worker')} lost, {_count(more['repeated_chunks'], 'chunk')} repeated"
-            )
-            lines.append(f"engine   Ray, {_count(more['workers'], 'worker')}{lost if more['lost_workers'] else ''}")
     else:
         lines.append(f"done     nothing to do: all of it was there, and every checksum matches ({done.seconds:.1f} s)")
-    lines.append(f"next     keepcover evaluate {store.folder} --epsilon EPSILON")
-    return ui.Answer(facts, lines)
+    if done.computed and more:
+        lost = f"{_count(more['lost_workers'], 'worker')} lost, {_count(more['repeated_chunks'], 'chunk')} repeated"
+        lines.append(f"engine   Ray, {_count(more['workers'], 'worker')}{f', {lost}' if more['lost_workers'] else ''}")
+    return ui.Answer(facts, [*lines, f"next     keepcover evaluate {store.folder} --epsilon EPSILON"])
 
 
 def _count(number: int, thing: str) -> str:

@@ -1,1 +1,0 @@
-"""The demo: train, calibrate and attack every method on handwritten digits."""
