@@ -16,8 +16,7 @@ from keepcover.errors import InputError
 from keepcover.evaluation.manifest import manifest
 from keepcover.files import write_file
 from keepcover.noise import Gaussian
-from keepcover.pages.audit_page import audit_page
-from keepcover.pages.sections import audit_table
+from keepcover.pages.audit_page import audit_page, audit_table
 from keepcover.prediction.calibration import calibrate
 from keepcover.promises import Promise
 from keepcover.specs import load_model

@@ -9,7 +9,7 @@ from keepcover.cli import console as ui
 from keepcover.cli import options as opt
 from keepcover.demo import demo as digits
 from keepcover.demo.report import write_report
-from keepcover.pages.sections import methods_table
+from keepcover.pages.audit_page import methods_table
 
 
 @opt.command

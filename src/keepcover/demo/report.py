@@ -19,7 +19,6 @@ def write_report(result: DemoResult, folder: Path, figures: Path | None = None) 
     make_folder(folder)
     best = result.best
     certified = {name: predictor.guarantee.certified for name, predictor in result.predictors.items()}
-    axis = radius_axis(best.guarantee.threat)
     top = 1.05 * max(point[1] for points in result.curves.values() for point in points)
     costs = Section(
         "What robustness costs",
@@ -27,8 +26,11 @@ def write_report(result: DemoResult, folder: Path, figures: Path | None = None) 
         figures=curve_figures(
             "size-by-epsilon",
             result.curves,
-            lambda group: plots.radius_curves(group, certified, axis, guides=[10.0], limits=(0.0, top)),
+            certified,
+            radius_axis(best.guarantee.threat),
             "Mean set size against epsilon.",
+            guides=[10.0],
+            limits=(0.0, top),
         ),
         note=f"Radii {', '.join(f'{r:g}' for r in sorted(RADII))}; each predictor answers for all of them from one pass.",
     )

@@ -60,7 +60,7 @@ def evaluation_page(
         page.sections.append(_promises(clean))
     if seen.by_class.members:
         names = class_names or [str(k) for k in range(len(seen.by_class.count[0]))]
-        page.sections += [_sizes(clean), _by(best, seen.by_class, names)]
+        page.sections += [_sizes(clean), _by(best, seen.by_class, names, "class")]
     if seen.by_group.members:
         page.sections.append(_by(best, seen.by_group, promise.promise.groups.per, "group"))
     page.sections.append(
@@ -82,14 +82,14 @@ def _methods(rows: Sequence[Row], best: Row, smallest: str) -> Section:
     promise, body = best.guarantee, []
     for row in rows:
         seen, own = row.observed, row.guarantee
-        short = "bad" if max(seen.coverages) < 1 - own.alpha else ""
-        certified = Cell("yes", "good") if own.certified else Cell("no")
+        certified = Cell("yes", "good") if own.certified else "no"
         numbers = [str(own.draws), str(own.calibration_draws), _spread(seen.sizes, 2)]
-        coverage, full = Cell(_spread(seen.coverages, 3), short), f"{row.trivial_splits} of {row.splits} splits"
+        coverage = Cell(_spread(seen.coverages, 3), "bad" if max(seen.coverages) < 1 - own.alpha else "")
+        full = f"{row.trivial_splits} of {row.splits} splits"
         body.append([name_of(row), certified, *numbers, coverage, full])
     points = {name_of(row): [(row.coverage.mean, row.size.mean, row.coverage.std, row.size.std)] for row in rows}
     certified = {name_of(row): row.guarantee.certified for row in rows}
-    words = "; ".join(f"{name}: {point[0][0]:.3f} and {point[0][1]:.2f}" for name, point in points.items())
+    words = "; ".join(f"{name_of(row)}: {row.coverage.mean:.3f} and {row.size.mean:.2f}" for row in rows)
     figure = Figure(
         "size-against-coverage",
         plots.size_against_coverage(points, promise.alpha, certified),
@@ -146,13 +146,13 @@ def _sizes(rows: Sequence[Row]) -> Section:
     return sizes_section(text, table, histograms, most if left else "")
 
 
-def _by(best: Row, seen: Breakdown, names: Sequence[Any], unit: str = "class") -> Section:
+def _by(best: Row, seen: Breakdown, names: Sequence[Any], unit: str) -> Section:
     lines = []
     for k in seen.members:
         shares, sizes = seen(k)
         size, share = Spread.of(sizes), seen.proportion(k)
         cells = [_spread(shares, 3), f"{size.mean:.2f} ± {size.std:.2f}", str(share.count)]
-        lines.append((str(names[k]), (share.mean, share.low, share.high), cells))
+        lines.append((str(names[k]), share, cells))
     return classes_section(
         lines,
         best.guarantee,
@@ -160,6 +160,6 @@ def _by(best: Row, seen: Breakdown, names: Sequence[Any], unit: str = "class") -
         "intervals for all at once",
         "Mean ± standard deviation and [lowest, highest] over splits. The intervals of the figure hold for all at once, with 95 %, for "
         "the choice of the inputs and for how they were divided; in red, those that lie below what is promised.",
-        f"Of {name_of(best)}. ",
         unit,
+        f"Of {name_of(best)}. ",
     )

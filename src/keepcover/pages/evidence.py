@@ -100,7 +100,7 @@ class Evidence:
             "monitors": list(self.monitors),
             "budgets": promise.promise.budgets,
             "not_covered": list(sections.uncovered(promise).points),
-            "what_to_do": dict(sections.situations(whole, self.rows, self.monitors)),
+            "what_to_do": sections.situations(whole, self.rows, self.monitors),
             "versions": versions(),
             "origin": {name: str(value) for name, value in self.origin.items()},
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ from keepcover.attacks.audit import AuditRow
 from keepcover.guarantee import Guarantee
 from keepcover.noise import Noise, get_norm
 from keepcover.noise.norms import Norm
+from keepcover.pages.audit_page import audit_section
 from keepcover.pages.report import Cell, Example, Section, Table
-from keepcover.pages.sections import audit_table, picturable
+from keepcover.pages.sections import picturable
 from keepcover.prediction import Predictor
 
 MOST_FEATURES = 30
@@ -135,16 +136,9 @@ def calibration(predictor: Predictor) -> Section:
 
 def audits(rows: Sequence[AuditRow]) -> Section:
     if not rows:
-        return Section(
-            "Audits", "None was given: keepcover audit --predictor FILE ... --out FOLDER attacks this predictor."
-        )
-    return Section(
-        "Audits",
-        f"{len(rows)} observations of this predictor, clean and attacked.",
-        audit_table(rows),
-        note="The p-value is the probability of covering this few inputs or fewer if the promise held, the luck of calibration "
-        "included; below 0.001 a promise counts as violated. An audit can find a broken promise; it proves none.",
-    )
+        words = "None was given: keepcover audit --predictor FILE ... --out FOLDER attacks this predictor."
+        return Section("Audits", words)
+    return audit_section(rows, "Audits", f"{len(rows)} observations of this predictor, clean and attacked.")
 
 
 def production(monitors: Sequence[Mapping[str, Any]]) -> Section:
@@ -197,9 +191,7 @@ def uncovered(promise: Guarantee) -> Section:
     return Section("What is not covered", points=[*reach, *without, *NEVER])
 
 
-def situations(
-    predictor: Predictor, rows: Sequence[AuditRow], monitors: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[str, str]]:
+def situations(predictor: Predictor, rows: Sequence[AuditRow], monitors: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """What may happen and what to do then; what is the case now says so."""
     fired = {kind for one in monitors for kind in ("promise", "queries") if one[kind]["since"] is not None}
     full = any(one.full for one in predictor.levels.values())
@@ -207,38 +199,34 @@ def situations(
     def now(name: str, holds: bool) -> str:
         return f"{name} (the case now)" if holds else name
 
-    yield (
-        now("the alarm on the promise", "promise" in fired),
-        "Take sets as unpromised from now on and let people decide. Find what changed. Label a fresh random sample, not the cases "
-        "that raised the alarm; keepcover recalibrate --how replace; put the new file and a new monitor in place.",
-    )
-    yield (
-        now("the alarm on queries alone", "queries" in fired),
-        "No breach: queries differ from those before. Look at them, label a random sample and compare its coverage; recalibrate "
-        "if the population has changed, look for an attack if it has not.",
-    )
-    yield (
-        now("an audit says violated", any(row.verdict == "violated" for row in rows)),
-        "Do not deploy. Check every assumption above, first that calibration and test data are of one kind; audit again on "
-        "fresh data.",
-    )
-    yield (
-        now("a set that holds everything", full),
-        "It is right and says nothing: hand the case to a person or take the safe action. Where most sets are so, keepcover check "
-        "says what would help: another sigma, more draws, a denoiser, training under noise, a smaller epsilon.",
-    )
-    yield (
-        "an empty set",
-        "It counts as a miss: no label fits the query. Hand the case to a person; look for queries that are unlike the data.",
-    )
-    yield (
-        "a file, model or input that is refused",
-        "Answer nothing in its place. Load the model that was calibrated, or calibrate again.",
-    )
+    return {
+        now(
+            "the alarm on the promise", "promise" in fired
+        ): "Take sets as unpromised from now on and let people decide. Find "
+        "what changed. Label a fresh random sample, not the cases that raised the alarm; keepcover recalibrate --how replace; put "
+        "the new file and a new monitor in place.",
+        now(
+            "the alarm on queries alone", "queries" in fired
+        ): "No breach: queries differ from those before. Look at them, label "
+        "a random sample and compare its coverage; recalibrate if the population has changed, look for an attack if it has not.",
+        now(
+            "an audit says violated", any(row.verdict == "violated" for row in rows)
+        ): "Do not deploy. Check every assumption "
+        "above, first that calibration and test data are of one kind; audit again on fresh data.",
+        now(
+            "a set that holds everything", full
+        ): "It is right and says nothing: hand the case to a person or take the safe "
+        "action. Where most sets are so, keepcover check says what would help: another sigma, more draws, a denoiser, training "
+        "under noise, a smaller epsilon.",
+        "an empty set": "It counts as a miss: no label fits the query. Hand the case to a person; look for queries that are "
+        "unlike the data.",
+        "a file, model or input that is refused": "Answer nothing in its place. Load the model that was calibrated, or calibrate "
+        "again.",
+    }
 
 
 def advice(predictor: Predictor, rows: Sequence[AuditRow], monitors: Sequence[Mapping[str, Any]]) -> Section:
-    lines = [list(one) for one in situations(predictor, rows, monitors)]
+    lines = [list(one) for one in situations(predictor, rows, monitors).items()]
     return Section("What to do", table=Table(["where there is", "do this"], lines, facts=True))
 
 

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from keepcover.errors import InputError
 from keepcover.guarantee import Guarantee
-from keepcover.pages import plots
-from keepcover.pages.looks import Shown, conclusion, measure, sections
-from keepcover.pages.report import Page, Section, Table, hardware
-from keepcover.pages.sections import cost_section, curve_figures, radius_axis
+from keepcover.pages.pictures import scenes_figure, shaded, sorted_intervals
+from keepcover.pages.report import Figure, Page, Section, Table, hardware
+from keepcover.pages.sections import (
+    classes_section,
+    cost_section,
+    curve_figures,
+    examples_section,
+    picturable,
+    radius_axis,
+    sizes_section,
+)
 from keepcover.prediction.predictor import Level, Predictor
 from keepcover.prediction.report import facts
-from keepcover.tasks import Sets
+from keepcover.tasks import (
+    Evaluation,
+    IntervalEvaluation,
+    PixelSets,
+    PredictionIntervals,
+    PredictionSets,
+    Proportion,
+    RiskEvaluation,
+    Sets,
+)
 
 SHARES = {"singletons": "single labels", "empty": "empty", "full": "full label set"}  # what some measurements have
+MOST_SIZES = 12
+MOST_INTERVALS = 200
+MOST_SCENES, MOST_MASKS = 5, 3
 
 
 def predictor_page(
@@ -50,19 +70,19 @@ def predictor_page(
     measured = {key: measure(sets, labels, groups) for key, sets in every.items()}
     candidates = predictor.task.candidates
     names = predictor.class_names or tuple(str(k) for k in range(candidates or 0))
-    sets, shown = every[level], Shown(every[level], measured[level], images, labels, names)
+    sets, promise = every[level], every[level].guarantee
     page = Page(
         "Prediction sets on your data",
         f"{data}, {len(sets)} labelled inputs, clean, {hardware()}",
-        promise := sets.guarantee,
-        conclusion=conclusion(shown),
+        promise,
+        conclusion=_conclusion(measured[level], promise, names),
     )
     if predictor.warning is not None:
         page.conclusion += f" Note: {predictor.warning}."
     page.sections.append(_numbers(measured, level))
     if len({epsilon for _, epsilon in every}) > 1:
         page.sections.append(_curves(measured, promise, candidates))
-    page.sections += sections(shown)
+    page.sections += _looks(sets, measured[level], images, labels, names)
     took = ""
     if seconds is not None:
         each = 1000 * seconds / len(sets)
@@ -71,23 +91,49 @@ def predictor_page(
     return page.closed({**facts(predictor), **(origin or {})})
 
 
+def measure(sets: Any, truth: Tensor, groups: Sequence[Any] | None = None) -> Any:
+    """Sets against the truth, by group where there are some and such sets can be broken down."""
+    by_group = groups is not None and isinstance(sets, PredictionSets)
+    return sets.measure(truth, groups) if by_group else sets.measure(truth)
+
+
+def _conclusion(own: Any, promise: Guarantee, names: Sequence[str]) -> str:
+    """What the numbers come to, in a sentence or two."""
+    here, promised = "On these inputs, unattacked", f"(promised: {1 - promise.alpha:.6g})"
+    if isinstance(own, Evaluation):
+        empty = f", {own.empty:.1%} are empty, which counts as missed" if own.empty else ""
+        return (
+            f"{here}, {own.coverage.mean:.1%} of the sets hold the true label {promised}. They have {own.size:.2f} of "
+            f"{len(names)} labels on average; {own.singletons:.1%} are a single label{empty}."
+        )
+    if isinstance(own, IntervalEvaluation):
+        return (
+            f"{here}, {own.coverage.mean:.1%} of the unions hold the true value {promised}. Their length is {own.size:.4g} on "
+            f"average, {own.median:.4g} in the middle."
+        )
+    if isinstance(own, RiskEvaluation):
+        nothing = f" {own.nothing} of them have nothing to miss." if own.nothing else ""
+        missed = f"{promise.task.replace('the expected', 'the mean')} is {own.risk.mean:.1%}"
+        return f"{here}, {missed} (promised: at most {promise.alpha:.1%}).{nothing} The mean size is {own.size:.4g}."
+    return f"{here}: {own}."
+
+
 def _numbers(measured: Mapping[Level, Any], level: Level) -> Section:
     """Every level in a line, the page's own first."""
     more = [name for name in SHARES if hasattr(measured[level], name)]
-    head = ["promise", "coverage", "promised", "mean size", *(SHARES[name] for name in more)]
     rows = []
     for alpha, epsilon in dict.fromkeys((level, *measured)):
         one = measured[alpha, epsilon]
-        low, high = one.size_interval
         shares = [f"{getattr(one, name):.1%}" for name in more]
         form = ".2f" if one.size >= 0.5 else ".3g"  # masks are shares of an image
-        size = f"{format(one.size, form)} [{format(low, form)}, {format(high, form)}]"
-        rows.append([f"alpha {alpha:g}, epsilon {epsilon:g}", str(one.coverage), f"{1 - alpha:g}", size, *shares])
+        size, low, high = (format(value, form) for value in (one.size, *one.size_interval))
+        numbers = [str(one.coverage), f"{1 - alpha:g}", f"{size} [{low}, {high}]", *shares]
+        rows.append([f"alpha {alpha:g}, epsilon {epsilon:g}", *numbers])
     first = " The first line is what the rest of the page is about." if len(rows) > 1 else ""
     return Section(
         "Coverage and size",
         f"On these inputs as they are, unattacked.{first}",
-        Table(head, rows),
+        Table(["promise", "coverage", "promised", "mean size", *(SHARES[name] for name in more)], rows),
         note="Coverage with its 95 % interval (Clopper-Pearson's, or one for means of shares), size with a 95 % normal interval of its mean. "
         "The promise is an average over calibrations and queries, so one measurement may fall short of it; keepcover audit tells luck from a "
         "broken promise, under attack too.",
@@ -102,25 +148,98 @@ def _curves(measured: Mapping[Level, Any], promise: Guarantee, most: int | None)
         sizes.setdefault(name, []).append((epsilon, one.size, *one.size_interval))
         coverages.setdefault(name, []).append((epsilon, share.mean, share.low, share.high))
     certified, axis = dict.fromkeys(sizes, promise.certified), radius_axis(promise.threat)
+    words = "Mean set size against epsilon, with 95 % intervals."
+    figures = curve_figures("size-by-epsilon", sizes, certified, axis, words, guides=[most] if most else [])
+    words = "Coverage of clean inputs against epsilon, with 95 % intervals; dotted, what is promised."
     promised = [1 - alpha for alpha in dict.fromkeys(alpha for alpha, _ in measured)]
+    shape: dict[str, Any] = {"y": "coverage", "guides": promised, "limits": (None, 1.01)}
+    figures += curve_figures("coverage-by-epsilon", coverages, certified, axis, words, ".3f", **shape)
     return Section(
         "What a larger radius costs",
         "Clean inputs, sets that promise to hold up to epsilon. The larger the promised radius, the more labels it takes, and the "
         "further clean coverage lies above the promise.",
-        figures=[
-            *curve_figures(
-                "size-by-epsilon",
-                sizes,
-                lambda group: plots.radius_curves(group, certified, axis, guides=[] if most is None else [float(most)]),
-                "Mean set size against epsilon, with 95 % intervals.",
-            ),
-            *curve_figures(
-                "coverage-by-epsilon",
-                coverages,
-                lambda group: plots.radius_curves(group, certified, axis, "coverage", promised, (None, 1.01)),
-                "Coverage of clean inputs against epsilon, with 95 % intervals; dotted, what is promised.",
-                ".3f",
-            ),
-        ],
+        figures=figures,
         note="Each promise holds for its own level, not for all levels at once, and not for one picked after seeing the sets.",
     )
+
+
+# -- what only some kinds of sets have ---------------------------------------------------------------------------------
+
+
+def _looks(sets: Any, own: Any, images: Tensor, truth: Tensor, names: Sequence[str]) -> Iterator[Section]:
+    if isinstance(own, Evaluation):
+        yield _sizes(own, sets.guarantee.method)
+        yield _by(own.by_class, own.size_by_class, names, sets.guarantee, "class")
+        if own.by_group:
+            yield _by(own.by_group, own.size_by_group, {k: k for k in own.by_group}, sets.guarantee, "group")
+    if isinstance(sets, PredictionIntervals):
+        yield _intervals(sets, truth)
+    elif isinstance(sets, PredictionSets) and picturable(images):
+        yield examples_section(sets, images, truth)
+    elif isinstance(sets, PixelSets) and picturable(images):
+        yield _scenes(sets, images, truth, names)
+
+
+def _sizes(measured: Evaluation, method: str) -> Section:
+    rows = [
+        [str(size), str(share.count), f"{share.count / measured.coverage.count:.1%}", str(share)]
+        for size, share in list(measured.by_size.items())[:MOST_SIZES]
+    ]
+    left = len(measured.by_size) - len(rows)
+    return sizes_section(
+        "A set of one label is an answer; a larger one says between which labels the model cannot decide. An empty one is a miss.",
+        Table(["labels in the set", "sets", "share", "coverage"], rows),
+        {method: measured.histogram},
+        "Coverage among sets of one size, with 95 % Clopper-Pearson intervals: nothing is promised for it."
+        + (f" {left} larger sizes are not in the table." if left else ""),
+    )
+
+
+def _by(
+    shares: Mapping[Any, Proportion], sizes: Mapping[Any, float], names: Any, promise: Guarantee, unit: str
+) -> Section:
+    return classes_section(
+        [(str(names[k]), one, [str(one), f"{sizes[k]:.2f}", str(one.count)]) for k, one in shares.items()],
+        promise,
+        ["coverage", "mean size", "inputs"],
+        "95 % intervals",
+        "Clopper-Pearson intervals that hold for all of them at once, with 95 %; in red, those that lie below what is promised.",
+        unit,
+    )
+
+
+def _intervals(sets: PredictionIntervals, truth: Tensor) -> Section:
+    """Unions sorted by length, a figure per target."""
+    figures = []
+    hull, values = sets.hull.reshape(len(sets), -1, 2).double(), truth.reshape(len(sets), -1).double()
+    some = torch.linspace(0, len(hull) - 1, min(len(hull), MOST_INTERVALS)).round().long()
+    for target in range(hull.shape[1]):
+        ends = hull[:, target]
+        order = (ends[:, 1] - ends[:, 0]).nan_to_num(nan=-1.0).argsort()[some]
+        ends, true = ends[order].cpu(), values[:, target][order].cpu()
+        name = f"intervals-{target + 1}" if hull.shape[1] > 1 else "intervals"
+        words = f"{len(order)} intervals around the unions, the shortest to the left; dots are the truth, red where it is missed."
+        missed = int((~((ends[:, 0] <= true) & (true <= ends[:, 1]))).sum())
+        figures.append(Figure(name, sorted_intervals(ends, true), words, f"{words} {missed} of them miss it."))
+    return Section("Intervals, sorted by length", figures=figures)
+
+
+def _scenes(sets: PixelSets, images: Tensor, truth: Tensor, names: Sequence[str]) -> Section:
+    """Scenes as they are and shaded, those that miss most first; a panel for every class of the masks, or one for all."""
+    labels: tuple[int | None, ...] = sets.of[:MOST_MASKS] or (None,)
+    titles = ["any label" if k is None else names[k] if names else f"class {k}" for k in labels]
+    held, rows = sets.covers(truth).cpu(), []
+    order = held.argsort(stable=True)
+    chosen = order[torch.linspace(0, len(order) - 1, min(MOST_SCENES, len(order))).round().long()].tolist()
+    for i in chosen:
+        image, one = images[i].cpu(), sets[i]
+        row: list[tuple[Tensor, Tensor | None]] = [(image, None)]
+        for label in labels:
+            painted = shaded(image, one.certain(label)[0].cpu(), one.kept(label)[0].cpu())
+            row.append((painted, None if label is None else truth[i].cpu() == label))
+        rows.append(row)
+    said = [f"{float(held[i]):.1%} kept" for i in chosen]
+    words = "Red: certain, one label alone is kept. Yellow: possible, others are kept too. Grey: excluded. Outlined: the truth."
+    alt = f"{len(rows)} scenes and their masks: {', '.join(said)}. {words}"
+    figure = Figure("scenes", scenes_figure(rows, ["the scene", *titles], said), words, alt)
+    return Section("Scenes", "From the scene of which most is missed to one of which least is.", figures=[figure])
