@@ -247,7 +247,7 @@ class Material:
             self._kept.pop(next(iter(self._kept)))
         return self._kept[origin, draws]
 
-    def attacked(self, origin: Origin, epsilon: float, draws: int) -> Attacked:
+    def attacked(self, origin: Origin, draws: int, epsilon: float) -> Attacked:
         """Noisy outputs of attacked test images."""
         if (origin, epsilon, draws) not in self._attacks:
             data = self.imagenet() if origin.dataset == "imagenet" else self.dataset(origin.dataset)
