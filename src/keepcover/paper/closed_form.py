@@ -235,12 +235,11 @@ def one_dimensional(
         HPS 0.979528 0.98 coverage_gap: computed 7.95%, printed 7.98%
         PTT 0.920000 0.92 size_change: computed -6.08%, printed -6.12%
     """
-    rows = []
+    rows, printed = [], PRINTED_1D if (epsilon, alpha) == (0.01, 0.1) else {}
     for variance in variances:
         sigma = math.sqrt(variance)
         hps, ptt = (_row(Smoothed(s, sigma), epsilon / sigma, alpha) for s in (HPS, hps_after_ptt(alpha)))
         ptt["size_change"] = ptt["size"] / hps["size"] - 1
-        printed = PRINTED_1D if (epsilon, alpha) == (0.01, 0.1) else {}
         for name, row in (("HPS", hps), ("PTT", ptt)):
             beside = _beside(row, COLUMNS_1D, printed.get((variance, name)))
             rows.append({"variance": variance, "score": name, **row, **beside})
@@ -262,11 +261,10 @@ def failure_case(
         S_b -0.301676 0.525076 0.525
         PTT -0.168674 0.528850 0.529
     """
-    rows = []
+    rows, printed = [], PRINTED_FAILURE if (r, alpha) == (0.01, 0.5) else {}
     for sigma in sigmas:
         for name, score in (("S_b", S_B), ("PTT", S_B_PTT)):
             row = _row(Smoothed(score, sigma), r, alpha)
-            printed = PRINTED_FAILURE if (r, alpha) == (0.01, 0.5) else {}
             beside = _beside(row, COLUMNS_FAILURE, printed.get((sigma, name)))
             rows.append({"sigma": sigma, "score": name, **row, **beside})
     return rows

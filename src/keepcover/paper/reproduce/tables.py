@@ -112,20 +112,13 @@ class Setting:
         return Origin(self.dataset, self.sigma, head, epsilon, network=network)
 
     def cell(
-        self,
-        row: str,
-        column: str,
-        method: str,
-        score: str = "hps",
-        head: str = "base",
-        attacked: bool = False,
-        **how: Any,
+        self, row: str, column: str, method: str, score: str = "hps", head: str = "base", hit: bool = False, **how: Any
     ) -> Cell:
         """A method as the paper runs it: 256 draws, and no transform unless one is given, which methods that compare ignore."""
         transform, known = how.pop("transform", None), get_method(method)
         chosen = known if known.compares_only else get_method(known, transform=transform)
         entry = Entry(chosen, self.epsilon, **{"draws": 256, **how}, task=Classification(score))
-        return Cell(row, column, self.origin(head), entry, attacked)
+        return Cell(row, column, self.origin(head), entry, hit)
 
     def trainings(self, column: str, method: str, score: str = "hps", attacked: bool = False) -> Iterator[Cell]:
         """The paper's rows: nothing, PTT, PTT + RCT, which it does not have for ImageNet."""
@@ -135,7 +128,7 @@ class Setting:
     def beyond(self, column: str, score: str = "hps", attacked: bool = False) -> Iterator[Cell]:
         for row, method, draws, calibration in BEYOND:
             how = {"draws": draws, "calibration_draws": calibration}
-            yield self.cell(row, column, method, score, attacked=attacked, **how)
+            yield self.cell(row, column, method, score, hit=attacked, **how)
 
     def exact(self, row: str, origin: Origin) -> Iterator[Cell]:
         """The exact certificates of another origin in a row of their own, by draws."""
@@ -194,7 +187,7 @@ def _by_parameter(name: str, *pairs: tuple[float, float]) -> Iterator[Cell]:
 def _ablation() -> Iterator[Cell]:
     for score in reversed(SCORES):
         for row, head in HEADS.items():
-            yield CIFAR10.cell("Baseline" if row == "base" else row, score.upper(), RSCP, score, head, attacked=True)
+            yield CIFAR10.cell("Baseline" if row == "base" else row, score.upper(), RSCP, score, head, hit=True)
         yield from CIFAR10.beyond(score.upper(), score, attacked=True)
 
 
@@ -207,9 +200,9 @@ def _temperature() -> Iterator[Cell]:
 
 def _motivation() -> Iterator[Cell]:
     for column, hit in (("clean", False), ("attacked", True)):
-        vanilla = CIFAR10.cell("Vanilla CP", column, "cp", "aps", attacked=hit, draws=1)
+        vanilla = CIFAR10.cell("Vanilla CP", column, "cp", "aps", hit=hit, draws=1)
         yield replace(vanilla, origin=Origin("cifar10", 0.0, trained=0.25))
-        yield CIFAR10.cell("RSCP", column, RSCP, "aps", attacked=hit)
+        yield CIFAR10.cell("RSCP", column, RSCP, "aps", hit=hit)
         yield CIFAR10.cell("RSCP, PTT + RCT", column, RSCP, "aps", "rct", hit, transform=STEEP)
         yield from CIFAR10.beyond(column, "aps", attacked=hit)
 
