@@ -146,7 +146,7 @@ def audit(
     table, row = audit_table(result.rows), result.rows[0]
     title = f"Audit: alpha {row.alpha:g}, epsilon {row.epsilon:g}, {len(result.images)} images"
     note = "p-value: chance of covering this few or fewer if the promise held, calibration luck included; violated below 0.001"
-    shown = [ui.table(title, table.head, table.texts), ui.dim(note), *([f"report  {page}"] if page else [])]
+    shown = [ui.table(title, table.head, table.rows), ui.dim(note), *([f"report  {page}"] if page else [])]
     return ui.Answer({**result.to_dict(), "report": str(page) if page else None}, shown)
 
 

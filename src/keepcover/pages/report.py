@@ -24,30 +24,24 @@ from keepcover.pages import plots
 NARROW = 6.0  # inches; a wider figure takes the whole width of the page, and scrolls on a phone
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A table cell; ``kind`` is ``good``, ``bad`` or empty."""
+class Cell(str):
+    """Text in a table; ``kind`` is ``good``, ``bad`` or empty."""
 
-    text: str
-    kind: str = ""
+    kind: str
+
+    def __new__(cls, text: str, kind: str = "") -> Cell:
+        cell = super().__new__(cls, text)
+        cell.kind = kind
+        return cell
 
 
 @dataclass(frozen=True)
 class Table:
-    """The first cell of a row names it; text becomes a plain cell. ``facts`` are names with long values that wrap."""
+    """The first text of a row names it; a :class:`Cell` has a colour. ``facts`` are names with long values that wrap."""
 
     head: Sequence[str]
-    rows: Sequence[Sequence[Cell | str]]
+    rows: Sequence[Sequence[str]]
     facts: bool = False
-
-    def __post_init__(self) -> None:
-        cells = tuple(tuple(Cell(one) if isinstance(one, str) else one for one in row) for row in self.rows)
-        object.__setattr__(self, "rows", cells)
-
-    @property
-    def texts(self) -> list[list[str]]:
-        """The rows as plain text."""
-        return [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in self.rows]
 
 
 @dataclass(frozen=True)
@@ -69,10 +63,6 @@ class Figure:
     def wide(self) -> bool:
         return bool(self.drawing.get_figwidth() > NARROW)
 
-    @property
-    def svg(self) -> str:
-        return plots.page_svg(self.drawing, self.name)
-
 
 @dataclass(frozen=True)
 class Example:
@@ -81,11 +71,6 @@ class Example:
     title: str
     images: Sequence[tuple[Tensor, str]]
     bad: bool = False
-
-    @property
-    def shown(self) -> list[tuple[str, str]]:
-        """Data URIs and texts."""
-        return [(plots.data_uri(image), text) for image, text in self.images]
 
 
 @dataclass(frozen=True)
@@ -109,7 +94,7 @@ class Section:
         """The section as a model card has it: its words and its table, without pictures."""
         parts = [f"### {_plain(self.title)}", _plain(self.text)]
         if self.table is not None:
-            rows = [self.table.head, ["---"] * len(self.table.head), *self.table.texts]
+            rows = [self.table.head, ["---"] * len(self.table.head), *self.table.rows]
             parts.append("\n".join(f"| {' | '.join(map(_plain, row))} |" for row in rows))
         parts += ["\n".join(f"- {_plain(point)}" for point in self.points), _plain(self.note)]
         return "\n\n".join(part for part in parts if part)
@@ -154,10 +139,9 @@ class Page:
             from jinja2 import Environment, PackageLoader
         except ImportError:
             raise InputError(f"HTML reports need jinja2: {install('report')}") from None
-        environment = Environment(
-            loader=PackageLoader("keepcover.pages"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-        )
-        return environment.get_template("report.html").render(page=self, colors=plots.COLORS, dark=plots.DARK)
+        loader = PackageLoader("keepcover.pages")
+        environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        return environment.get_template("report.html").render(page=self, plots=plots)
 
     def closed(self, facts: Mapping[str, Any]) -> Page:
         """The page with what its guarantee rests on and where its numbers come from at its end: what is known, then the

@@ -12,10 +12,12 @@ a tau (-1.245), and the changes of size, which the paper took from sizes already
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -154,26 +156,6 @@ S_B = Score(knots=(LOW, HIGH), before=(0.5, 1.0), after=(0.0, 0.5))
 S_B_PTT = Score(knots=(LOW, MIDDLE, HIGH), before=(1.0, 0.0, 1.0), after=(0.0, 1.0, 0.0))
 """PTT of the failure case, T -> 0 and b = 1/2: what was barely wrong beyond the knots is now entirely wrong."""
 
-PRINTED_1D = {
-    (0.01, "HPS"): ("0.07916", "7.98%", "0.98", "0.08"),
-    (0.01, "PTT"): ("0.02", "2.00%", "0.92", "0.02", "-6.12%"),
-    (0.001, "HPS"): ("0.2503", "10.00%", "1.15", "0.25"),
-    (0.001, "PTT"): ("0.02", "2.00%", "0.92", "0.02", "-20.00%"),
-    (0.0001, "HPS"): ("0.7916", "10.00%", "1.62", "0.72"),
-    (0.0001, "PTT"): ("0.02", "2.00%", "0.92", "0.02", "-43.21%"),
-}
-COLUMNS_1D = ("slope_times_r", "coverage_gap", "size", "conservativeness", "size_change")
-
-PRINTED_FAILURE = {
-    (0.1, "S_b"): ("-0.620", "0.512", "0.012"),
-    (0.1, "PTT"): ("-1.245", "0.504", "0.004"),
-    (0.2, "S_b"): ("-0.464", "0.529", "0.029"),
-    (0.2, "PTT"): ("-0.536", "0.511", "0.011"),
-    (0.3, "S_b"): ("-0.302", "0.525", "0.025"),
-    (0.3, "PTT"): ("-0.169", "0.529", "0.029"),
-}
-COLUMNS_FAILURE = ("tau", "size", "conservativeness")
-
 
 def hps_after_ptt(alpha: float) -> Score:
     """PTT of HPS as T -> 0: a step at the quantile, x = -alpha / 2, that is b = (1 - alpha) / 2.
@@ -235,14 +217,13 @@ def one_dimensional(
         HPS 0.979528 0.98 coverage_gap: computed 7.95%, printed 7.98%
         PTT 0.920000 0.92 size_change: computed -6.08%, printed -6.12%
     """
-    rows, printed = [], PRINTED_1D if (epsilon, alpha) == (0.01, 0.1) else {}
+    rows, printed = [], _printed("one-dimensional") if (epsilon, alpha) == (0.01, 0.1) else {}
     for variance in variances:
         sigma = math.sqrt(variance)
         hps, ptt = (_row(Smoothed(s, sigma), epsilon / sigma, alpha) for s in (HPS, hps_after_ptt(alpha)))
         ptt["size_change"] = ptt["size"] / hps["size"] - 1
         for name, row in (("HPS", hps), ("PTT", ptt)):
-            beside = _beside(row, COLUMNS_1D, printed.get((variance, name)))
-            rows.append({"variance": variance, "score": name, **row, **beside})
+            rows.append({"variance": variance, "score": name, **row, **_beside(row, printed, variance, name)})
     return rows
 
 
@@ -261,12 +242,11 @@ def failure_case(
         S_b -0.301676 0.525076 0.525
         PTT -0.168674 0.528850 0.529
     """
-    rows, printed = [], PRINTED_FAILURE if (r, alpha) == (0.01, 0.5) else {}
+    rows, printed = [], _printed("failure-case") if (r, alpha) == (0.01, 0.5) else {}
     for sigma in sigmas:
         for name, score in (("S_b", S_B), ("PTT", S_B_PTT)):
             row = _row(Smoothed(score, sigma), r, alpha)
-            beside = _beside(row, COLUMNS_FAILURE, printed.get((sigma, name)))
-            rows.append({"sigma": sigma, "score": name, **row, **beside})
+            rows.append({"sigma": sigma, "score": name, **row, **_beside(row, printed, sigma, name)})
     return rows
 
 
@@ -282,11 +262,17 @@ def _row(h: Smoothed, r: float, alpha: float) -> dict[str, float]:
     }
 
 
-def _beside(row: Mapping[str, float], columns: Sequence[str], printed: Sequence[str] | None) -> dict[str, Any]:
+@cache
+def _printed(name: str) -> dict[str, Any]:
+    """Digits as the paper prints them, by setting and score."""
+    return tomllib.loads((Path(__file__).parent / "reproduce" / "printed.toml").read_text())[name]["digits"]
+
+
+def _beside(row: Mapping[str, float], printed: Mapping[str, Any], setting: float, score: str) -> dict[str, Any]:
     """What the paper prints, and where it differs."""
-    if printed is None:
+    paper = printed.get(str(setting), {}).get(score)
+    if paper is None:
         return {"paper": None, "differs": None}
-    paper = dict(zip(columns, printed, strict=False))  # only PTT rows print a change of size
     shown = {column: as_printed(row[column], text) for column, text in paper.items()}
     notes = [f"{c}: computed {shown[c]}, printed {text}" for c, text in paper.items() if shown[c] != text]
     return {"paper": paper, "differs": "; ".join(notes) or None}
