@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from keepcover import calibrate_outputs
-from keepcover.pages.pictures import shaded, sorted_intervals
+from keepcover.pages.plots import shaded, sorted_intervals
 from keepcover.pages.predictor_page import predictor_page
 from keepcover.pages.report import Page
 from keepcover.tasks import PredictionIntervals, Segmentation

@@ -63,13 +63,11 @@ def evaluation_page(
         page.sections += [_sizes(clean), _by(best, seen.by_class, names, "class")]
     if seen.by_group.members:
         page.sections.append(_by(best, seen.by_group, promise.promise.groups.per, "group"))
-    page.sections.append(
-        cost_section(
-            {name_of(row): row.guarantee for row in clean},
-            f"What a predictor of its own would pay; here all methods share the same outputs. {promise.n} calibration points for "
-            "the method of the sentence above; those that need no holdout calibrate on it too.",
-        )
+    note = (
+        f"What a predictor of its own would pay; here all methods share the same outputs. {promise.n} calibration points for the "
+        "method of the sentence above; those that need no holdout calibrate on it too."
     )
+    page.sections.append(cost_section({name_of(row): row.guarantee for row in clean}, note))
     return page.closed({"images": images, "splits": splits, **(origin or {})})
 
 
@@ -112,19 +110,16 @@ def _methods(rows: Sequence[Row], best: Row, smallest: str) -> Section:
 
 def _promises(rows: Sequence[Row]) -> Section:
     """What a promise costs, and what it does for the class and the group that are covered least."""
-    body, kinds = [], [name.replace("_", " ") for name in rows[0].worst]
+    body, kinds = [], [f"coverage, {name.replace('_', ' ')}" for name in rows[0].worst]
     for row in rows:
-        most = 1 - row.guarantee.alpha
+        most, cost = 1 - row.guarantee.alpha, row.cost(rows)
         worst = [Cell(interval(found), "bad" if found["high"] < most else "") for found in row.worst.values()]
-        cost = row.cost(rows)
         body.append([name_of(row), f"{row.size.mean:.2f}", "-" if cost is None else f"{cost:+.1%}", *worst])
     return Section(
         "What the promise costs",
         "The same methods with the marginal promise and with the one asked for: how much larger sets are, and the coverage of the "
         "class and the group that are covered least.",
-        Table(
-            ["method and promise", "mean size", "cost beside marginal", *(f"coverage, {kind}" for kind in kinds)], body
-        ),
+        Table(["method and promise", "mean size", "cost beside marginal", *kinds], body),
         note="Clean inputs. The intervals hold for all classes, or groups, at once, with 95 %; in red, those below 1 - alpha.",
     )
 

