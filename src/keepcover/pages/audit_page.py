@@ -50,10 +50,7 @@ def audit_page(
             certified,
             radius_axis(promise.threat, "attack radius"),
             "Coverage by attack radius; dotted, the promise.",
-            ".3f",
-            y="coverage",
-            guides=[1 - alpha],
-            limits=(None, 1.01),
+            promised=[1 - alpha],
         )
     weakest = min(rows, key=lambda row: row["attacked_coverage"]["mean"])["name"]
     attacks = ", ".join(dict.fromkeys(row.attack for row in audit.rows if row.attack != "none")) or "none"

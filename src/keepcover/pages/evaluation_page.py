@@ -145,16 +145,10 @@ def _by(best: Row, seen: Breakdown, names: Sequence[Any], unit: str) -> Section:
     lines = []
     for k in seen.members:
         shares, sizes = seen(k)
-        size, share = Spread.of(sizes), seen.proportion(k)
-        cells = [_spread(shares, 3), f"{size.mean:.2f} ± {size.std:.2f}", str(share.count)]
-        lines.append((str(names[k]), share, cells))
-    return classes_section(
-        lines,
-        best.guarantee,
-        ["coverage, clean", "mean size", "inputs tested"],
-        "intervals for all at once",
+        size = Spread.of(sizes)
+        lines.append((str(names[k]), seen.proportion(k), _spread(shares, 3), f"{size.mean:.2f} ± {size.std:.2f}"))
+    note = (
         "Mean ± standard deviation and [lowest, highest] over splits. The intervals of the figure hold for all at once, with 95 %, for "
-        "the choice of the inputs and for how they were divided; in red, those that lie below what is promised.",
-        unit,
-        f"Of {name_of(best)}. ",
+        "the choice of the inputs and for how they were divided; in red, those that lie below what is promised."
     )
+    return classes_section(lines, best.guarantee, unit, note, f"Of {name_of(best)}, on clean inputs. ")

@@ -210,11 +210,12 @@ def _watched(given: Any, digest: str) -> list[dict[str, Any]]:
     if found.get("off"):
         raise InputError(f"{name}: the service has no monitor: {found['off']}")
     advice = "give Monitor.to_dict or what /v1/monitor says"
+    reports: list[Any] = [found]
     with refusing(f"{name} is not the state of a monitor", advice=advice):
         if "off" in found:  # what the service says
             reports = found["levels"] or [None]
-        else:
-            reports = [Monitor.from_dict(found).report() if "outcomes" in found else found]
+        elif "outcomes" in found:
+            reports = [Monitor.from_dict(found).report()]
         sections.production(reports).markdown()  # what is no report cannot be shown as one
         json.dumps(reports, allow_nan=False)
     if any(report.get("predictor") != digest for report in reports):

@@ -25,6 +25,21 @@ NEVER = (
     "Those who can write to this machine: checksums refuse a file that was altered, and are no signature.",
     "Anything but misses: not which wrong labels a set holds, not confidentiality, not fairness, not availability.",
 )
+SITUATIONS = {
+    "the alarm on the promise": "Take sets as unpromised from now on and let people decide. Find what changed. Label a fresh "
+    "random sample, not the cases that raised the alarm; keepcover recalibrate --how replace; put the new file and a new monitor "
+    "in place.",
+    "the alarm on queries alone": "No breach: queries differ from those before. Look at them, label a random sample and compare "
+    "its coverage; recalibrate if the population has changed, look for an attack if it has not.",
+    "an audit says violated": "Do not deploy. Check every assumption above, first that calibration and test data are of one kind; "
+    "audit again on fresh data.",
+    "a set that holds everything": "It is right and says nothing: hand the case to a person or take the safe action. Where most "
+    "sets are so, keepcover check says what would help: another sigma, more draws, a denoiser, training under noise, a smaller "
+    "epsilon.",
+    "an empty set": "It counts as a miss: no label fits the query. Hand the case to a person; look for queries that are unlike the "
+    "data.",
+    "a file, model or input that is refused": "Answer nothing in its place. Load the model that was calibrated, or calibrate again.",
+}
 
 
 @dataclass(frozen=True)
@@ -191,35 +206,14 @@ def _fired(monitors: Monitors) -> set[str]:
 
 def situations(predictor: Predictor, rows: Sequence[AuditRow], monitors: Monitors) -> dict[str, str]:
     """What may happen and what to do then; what is the case now says so."""
-    fired, full = _fired(monitors), any(one.full for one in predictor.levels.values())
-
-    def now(name: str, holds: bool) -> str:
-        return f"{name} (the case now)" if holds else name
-
-    return {
-        now(
-            "the alarm on the promise", "promise" in fired
-        ): "Take sets as unpromised from now on and let people decide. Find "
-        "what changed. Label a fresh random sample, not the cases that raised the alarm; keepcover recalibrate --how replace; put "
-        "the new file and a new monitor in place.",
-        now(
-            "the alarm on queries alone", "queries" in fired
-        ): "No breach: queries differ from those before. Look at them, label "
-        "a random sample and compare its coverage; recalibrate if the population has changed, look for an attack if it has not.",
-        now(
-            "an audit says violated", any(row.verdict == "violated" for row in rows)
-        ): "Do not deploy. Check every assumption "
-        "above, first that calibration and test data are of one kind; audit again on fresh data.",
-        now(
-            "a set that holds everything", full
-        ): "It is right and says nothing: hand the case to a person or take the safe "
-        "action. Where most sets are so, keepcover check says what would help: another sigma, more draws, a denoiser, training "
-        "under noise, a smaller epsilon.",
-        "an empty set": "It counts as a miss: no label fits the query. Hand the case to a person; look for queries that are "
-        "unlike the data.",
-        "a file, model or input that is refused": "Answer nothing in its place. Load the model that was calibrated, or calibrate "
-        "again.",
+    fired = _fired(monitors)
+    now = {
+        "the alarm on the promise": "promise" in fired,
+        "the alarm on queries alone": "queries" in fired,
+        "an audit says violated": any(row.verdict == "violated" for row in rows),
+        "a set that holds everything": any(one.full for one in predictor.levels.values()),
     }
+    return {f"{name} (the case now)" if now.get(name) else name: words for name, words in SITUATIONS.items()}
 
 
 def advice(predictor: Predictor, rows: Sequence[AuditRow], monitors: Monitors) -> Section:

@@ -42,13 +42,11 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "path",
     "svg.hashsalt": "keepcover",
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    **dict.fromkeys(
-        ("grid.color", "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
-    ),
+    **{f"{part}color": INK for part in ("grid.", "text.", "axes.label", "axes.edge", "xtick.", "ytick.")},
 }
 
 
-def subplots(rows: int = 1, columns: int = 1, *, figsize: Any, layout: Any = None, **options: Any) -> tuple[Any, Any]:
+def subplots(rows: int = 1, columns: int = 1, figsize: Any = None, layout: Any = None, **how: Any) -> tuple[Any, Any]:
     """A figure in the house's style and its axes."""
     try:
         import matplotlib as mpl
@@ -57,7 +55,7 @@ def subplots(rows: int = 1, columns: int = 1, *, figsize: Any, layout: Any = Non
         raise InputError(f"figures need matplotlib: {install('report')}") from None
     mpl.rcParams.update(STYLE)
     figure = Figure(figsize, layout=layout)
-    return figure, figure.subplots(rows, columns, **options)
+    return figure, figure.subplots(rows, columns, **how)
 
 
 # -- the forms of a figure ---------------------------------------------------------------------------------------------

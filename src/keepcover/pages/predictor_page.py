@@ -134,8 +134,7 @@ def _curves(measured: Mapping[Level, Any], promise: Guarantee, most: int | None)
     figures = sections.curve_figures("size-by-epsilon", sizes, certified, axis, words, guides=[most] if most else [])
     words = "Coverage of clean inputs against epsilon, with 95 % intervals; dotted, what is promised."
     promised = [1 - alpha for alpha in dict.fromkeys(alpha for alpha, _ in measured)]
-    shape: dict[str, Any] = {"y": "coverage", "guides": promised, "limits": (None, 1.01)}
-    figures += sections.curve_figures("coverage-by-epsilon", coverages, certified, axis, words, ".3f", **shape)
+    figures += sections.curve_figures("coverage-by-epsilon", coverages, certified, axis, words, promised=promised)
     return Section(
         "What a larger radius costs",
         "Clean inputs, sets that promise to hold up to epsilon. The larger the promised radius, the more labels it takes, and the "
@@ -180,14 +179,9 @@ def _sizes(measured: tasks.Evaluation, method: str) -> Section:
 def _by(
     shares: Mapping[Any, tasks.Proportion], sizes: Mapping[Any, float], names: Any, promise: Guarantee, unit: str
 ) -> Section:
-    return sections.classes_section(
-        [(str(names[k]), one, [str(one), f"{sizes[k]:.2f}", str(one.count)]) for k, one in shares.items()],
-        promise,
-        ["coverage", "mean size", "inputs"],
-        "95 % intervals",
-        "Clopper-Pearson intervals that hold for all of them at once, with 95 %; in red, those that lie below what is promised.",
-        unit,
-    )
+    lines = [(str(names[k]), share, str(share), f"{sizes[k]:.2f}") for k, share in shares.items()]
+    note = "Clopper-Pearson intervals that hold for all of them at once, with 95 %; in red, those that lie below what is promised."
+    return sections.classes_section(lines, promise, unit, note)
 
 
 def _intervals(sets: tasks.PredictionIntervals, truth: Tensor) -> Section:

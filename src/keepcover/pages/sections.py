@@ -46,15 +46,12 @@ def curve_words(curves: Mapping[str, plots.Curve], form: str = ".2f") -> str:
 
 
 def curve_figures(
-    name: str,
-    curves: Mapping[str, plots.Curve],
-    certified: Mapping[str, bool],
-    axis: str,
-    caption: str,
-    form: str = ".2f",
-    **options: Any,
+    name: str, curves: Mapping[str, plots.Curve], certified: Mapping[str, bool], axis: str, caption: str, **options: Any
 ) -> list[Figure]:
-    """A figure of :func:`plots.radius_curves` for every few curves."""
+    """A figure of :func:`plots.radius_curves` for every few curves; of coverages where ``promised`` ones are given."""
+    form = ".2f"
+    if "promised" in options:
+        form, options = ".3f", {"y": "coverage", "guides": options["promised"], "limits": (None, 1.01)}
     groups = plots.in_groups(curves)
     return [
         Figure(
@@ -77,17 +74,11 @@ def sizes_section(text: str, table: Table, histograms: Mapping[str, Sequence[int
 
 
 def classes_section(
-    lines: Sequence[tuple[str, Proportion, Sequence[str]]],
-    promise: Guarantee,
-    head: Sequence[str],
-    ranges: str,
-    note: str,
-    unit: str,
-    whose: str = "",
+    lines: Sequence[tuple[str, Proportion, str, str]], promise: Guarantee, unit: str, note: str, whose: str = ""
 ) -> Section:
-    """Coverage by true class (or group), the worst first: name, coverage and cells of the table of every class.
+    """Coverage by true class (or group), the worst first: name, coverage, and coverage and mean size in words of every class.
 
-    A class is marked where all of its range lies below what is promised; ``ranges`` says what the range is.
+    A class is marked where all of its range lies below what is promised.
     """
     alpha, own, plural = promise.alpha, promise.promise.partition, "classes" if unit == "class" else f"{unit}s"
     promised = "the promised average"
@@ -98,20 +89,22 @@ def classes_section(
     elif own and own.unit == "cluster":
         text = "The promise is made to every cluster of classes, and is an average over the classes of a cluster."
     worst = sorted(lines, key=lambda line: line[1].mean)[:MOST_CLASSES]
-    rows = [[name, Cell(cells[0], "bad" if share.high < 1 - alpha else ""), *cells[1:]] for name, share, cells in worst]
-    (first, lowest, _), (last, highest, _) = worst[0], worst[-1]
-    left = len(lines) - len(worst)
-    names, shares, _ = zip(*worst, strict=True)
+    rows = [
+        [name, Cell(coverage, "bad" if share.high < 1 - alpha else ""), size, str(share.count)]
+        for name, share, coverage, size in worst
+    ]
+    left, (names, shares, *_) = len(lines) - len(worst), zip(*worst, strict=True)
+    ends = f"from {shares[0].mean:.3f} for {names[0]} to {shares[-1].mean:.3f} for {names[-1]}"
     figure = Figure(
         f"coverage-by-{unit}",
         plots.coverage_by_class(names, [(share.mean, share.low, share.high) for share in shares], alpha),
-        f"Coverage of every {unit}, with {ranges}; dotted, {promised}.",
-        f"Coverage by {unit}, from {lowest.mean:.3f} for {first} to {highest.mean:.3f} for {last}; {promised} is {1 - alpha:g}.",
+        f"Coverage of every {unit}, with 95 % intervals for all at once; dotted, {promised}.",
+        f"Coverage by {unit}, {ends}; {promised} is {1 - alpha:g}.",
     )
     return Section(
         f"Coverage by {unit}",
         whose + text,
-        Table(["true class" if unit == "class" else unit, *head], rows),
+        Table(["true class" if unit == "class" else unit, "coverage", "mean size", "inputs tested"], rows),
         [figure],
         note=note + (f" The {len(worst)} {plural} of lowest coverage; {left} more are not shown." if left else ""),
     )

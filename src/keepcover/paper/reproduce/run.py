@@ -146,9 +146,7 @@ class Run:
             {
                 "row": cell.row,
                 "column": cell.column,
-                "head": cell.origin.head,
-                "dataset": cell.origin.dataset,
-                "weights": cell.origin.weights,
+                **{name: getattr(cell.origin, name) for name in ("head", "dataset", "weights")},
                 **self.known[cell.origin, cell.entry, cell.attacked].to_dict(),
                 **({} if cell.entry.method.transform is None else {"T": cell.entry.method.transform.T}),
                 "paper": {key: cell.paper.get(key) for key in ("size", "size_std", "coverage", "coverage_std")},
@@ -185,14 +183,9 @@ class Run:
             self.say(f"  {origin.weights} {origin.head}, {draws} draws: {len(mine)} cells")
             radius = {cell.entry.epsilon for cell in mine if cell.attacked}  # one per network and table
             entries = list(dict.fromkeys(cell.entry for cell in mine))
-            found = evaluate_entries(
-                self.material.noisy(origin, draws),
-                entries,
-                splits=self.splits,
-                holdout=self.material.holdout,
-                seed=self.material.seed,
-                attacked=self.material.attacked(origin, draws, *radius) if radius else None,
-            )
+            how: dict[str, Any] = {"splits": self.splits, "holdout": self.material.holdout, "seed": self.material.seed}
+            attacked = self.material.attacked(origin, draws, *radius) if radius else None
+            found = evaluate_entries(self.material.noisy(origin, draws), entries, **how, attacked=attacked)
             for one, rows in zip(entries, found, strict=True):
                 self.known.update({(origin, one, row.attack != "none"): row for row in rows})
 
