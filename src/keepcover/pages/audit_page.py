@@ -61,15 +61,13 @@ def audit_page(
             f"{text}Attacked within {within}; the worst of the attacks is shown.",
             methods_table(rows),
             pictures,
-            note="Coverage with 95 % Clopper-Pearson intervals. A certified method makes its promise under attack, the others "
-            "on clean data only.",
+            note="Coverage with 95 % Clopper-Pearson intervals. Certified methods promise it under attack, the others on clean data only.",
         ),
         *more,
         audit_section(
             audit.rows,
             "The audit: what was promised, what was observed",
-            "Every predictor met the same images, clean and attacked. The attacker knows the model, the noise level and the "
-            "thresholds, but not the noise that the defender draws.",
+            "Every predictor met the same images. The attacker knows model, noise level and thresholds, but not the noise that is drawn.",
         ),
         *(audit_examples(audit, weakest, kept[-1], radius) if kept else ()),
     ]
@@ -104,8 +102,7 @@ def conclusion(rows: Sequence[dict[str, Any]], alpha: float, within: str) -> str
         who = f"all {len(certified)} certified methods" if many else f"the certified method {best['name']}"
         said.append(
             f"What was observed is consistent with the {1 - alpha:.0%} that {who} promised under attack (lowest: {least:.1%}). The "
-            f"smallest sets, {best['attacked_size']:.2f} labels under attack, are those of {best['name']}, from "
-            f"{evaluations(best['draws'])}."
+            f"smallest sets under attack, {best['attacked_size']:.2f} labels, are those of {best['name']}, from {evaluations(best['draws'])}."
         )
     return " ".join(said)
 
@@ -165,17 +162,14 @@ def audit_examples(audit: Audit, weak: str, certified: str, radius: float, count
     sets = [one for one in found if isinstance(one, PredictionSets)]
     if len(sets) < 4 or not picturable(audit.images):
         return []
-    weak_clean, weak_attacked, kept_clean, kept_attacked = sets
+    weak_clean, weak_attacked, _, kept_attacked = sets
     lost = weak_clean.covers(audit.labels) & ~weak_attacked.covers(audit.labels) & kept_attacked.covers(audit.labels)
-
-    def text(what: str, first: PredictionSets, second: PredictionSets, i: int) -> str:
-        one, other = (set_words(sets.rows()[i]["labels"]) for sets in (first, second))
-        return f"{what}: {weak} {one}, {certified} {other}"
-
     names, examples = weak_clean.class_names or range(len(weak_clean.mask[0])), []
     for i in lost.nonzero()[:count, 0].tolist():
-        clean = audit.images[i], text("clean", weak_clean, kept_clean, i)
-        attacked = audit.attacked[weak, "softmax", radius][i], text("attacked", weak_attacked, kept_attacked, i)
+        own, own_attacked, other, other_attacked = (set_words(one[i].rows()[0]["labels"]) for one in sets)
+        clean = audit.images[i], f"clean: {weak} {own}, {certified} {other}"
+        moved = audit.attacked[weak, "softmax", radius][i]
+        attacked = moved, f"attacked: {weak} {own_attacked}, {certified} {other_attacked}"
         examples.append(Example(f"truth: {names[int(audit.labels[i])]}", [clean, attacked]))
     words = f"Images on which {weak} lost the true label under its attack while {certified} kept it under its own."
     return [Section("Before and after", words, examples=examples)] if examples else []

@@ -91,16 +91,14 @@ def _methods(rows: Sequence[Row], best: Row, smallest: str) -> Section:
     figure = Figure(
         "size-against-coverage",
         plots.size_against_coverage(points, promise.alpha, certified),
-        "Mean size against clean coverage, with their deviations over splits. Smaller is better, and coverage far above "
-        "the dotted line is paid for in labels.",
+        "Mean size against clean coverage, with deviations over splits. Coverage far above the dotted line is paid for in labels.",
         f"Coverage and mean size of every method. {words}.",
     )
     head = ["method", "certified", "draws", "cal. draws", "mean size", "coverage, clean", "full label sets"]
     return Section(
         "Every method",
-        f"All methods on the same splits: calibrated on one half, looked at on the other, clean. A certified method promises "
-        f"{1 - promise.alpha:.0%} within {promise.threat.reach}, the others on clean data only. The sentence above is that of "
-        f"{name_of(best)}, the {smallest} here.",
+        f"All methods on the same splits: calibrated on one half, looked at on the other, clean. Certified ones promise {1 - promise.alpha:.0%} "
+        f"within {promise.threat.reach}, the others on clean data only. The sentence above is that of {name_of(best)}, the {smallest} here.",
         Table(head, body),
         [figure],
         note="Mean ± standard deviation over splits, and [lowest, highest] of them. Splits share their images: the deviation "
@@ -117,8 +115,7 @@ def _promises(rows: Sequence[Row]) -> Section:
         body.append([name_of(row), f"{row.size.mean:.2f}", "-" if cost is None else f"{cost:+.1%}", *worst])
     return Section(
         "What the promise costs",
-        "The same methods with the marginal promise and with the one asked for: how much larger sets are, and the coverage of the "
-        "class and the group that are covered least.",
+        "The same methods with the marginal promise and the one asked for: sizes, and coverage of the worst class and group.",
         Table(["method and promise", "mean size", "cost beside marginal", *kinds], body),
         note="Clean inputs. The intervals hold for all classes, or groups, at once, with 95 %; in red, those below 1 - alpha.",
     )

@@ -26,18 +26,14 @@ NEVER = (
     "Anything but misses: not which wrong labels a set holds, not confidentiality, not fairness, not availability.",
 )
 SITUATIONS = {
-    "the alarm on the promise": "Take sets as unpromised from now on and let people decide. Find what changed. Label a fresh "
-    "random sample, not the cases that raised the alarm; keepcover recalibrate --how replace; put the new file and a new monitor "
-    "in place.",
+    "the alarm on the promise": "Take sets as unpromised and let people decide. Find what changed. Label a fresh random sample, not "
+    "the cases that raised the alarm; keepcover recalibrate --how replace; put the new file and a new monitor in place.",
     "the alarm on queries alone": "No breach: queries differ from those before. Look at them, label a random sample and compare "
     "its coverage; recalibrate if the population has changed, look for an attack if it has not.",
-    "an audit says violated": "Do not deploy. Check every assumption above, first that calibration and test data are of one kind; "
-    "audit again on fresh data.",
-    "a set that holds everything": "It is right and says nothing: hand the case to a person or take the safe action. Where most "
-    "sets are so, keepcover check says what would help: another sigma, more draws, a denoiser, training under noise, a smaller "
-    "epsilon.",
-    "an empty set": "It counts as a miss: no label fits the query. Hand the case to a person; look for queries that are unlike the "
-    "data.",
+    "an audit says violated": "Do not deploy. Check every assumption above, first that all data are of one kind; audit on fresh data.",
+    "a set that holds everything": "It is right and says nothing: ask a person or take the safe action. Where most sets are so, "
+    "keepcover check says what would help: another sigma, more draws, a denoiser, training under noise, a smaller epsilon.",
+    "an empty set": "It counts as a miss: no label fits. Hand the case to a person; look for queries that are unlike the data.",
     "a file, model or input that is refused": "Answer nothing in its place. Load the model that was calibrated, or calibrate again.",
 }
 
@@ -137,10 +133,8 @@ def calibration(predictor: Predictor) -> Section:
         batch = f"{at}: {entry['how']}, {entry['created']}"
         rows.append([batch, points, "yes" if at in used else "no", *data, entry["scores"]])
     head = ["batch", "points", "in use", "data", "SHA-256 of the data", "SHA-256 of the scores"]
-    text = (
-        f"{predictor.items.points} points are in use; {predictor.holdout_size} more were set aside for tuning. The file holds "
-        "their scores, never the points."
-    )
+    points, held = predictor.items.points, predictor.holdout_size
+    text = f"{points} points are in use; {held} more were set aside for tuning. The file holds their scores, never the points."
     return Section("Calibration data", text, Table(head, rows, facts=True))
 
 
@@ -164,12 +158,8 @@ def production(monitors: Monitors) -> Section:
             seen = ", ".join(f"{own[name]:,} {name}" for name in counted)
             level = f"{kind}, alpha {one['alpha']:g}, epsilon {one['epsilon']:g}"
             rows.append([level, state, seen, f"{own['evidence']:.4g}", f"{own['alarm_at']:.4g}"])
-    return Section(
-        "In production",
-        "Labels are tested against what is promised, queries against those before them. Quiet is no proof: it says that what "
-        "was counted does not contradict the promise.",
-        Table(["watched", "state", "counted", "evidence", "alarm at"], rows),
-    )
+    text = "Labels are tested against the promise, queries against those before them. Quiet is no proof: nothing contradicts it so far."
+    return Section("In production", text, Table(["watched", "state", "counted", "evidence", "alarm at"], rows))
 
 
 def budgets(promise: Guarantee) -> Section:

@@ -82,17 +82,14 @@ def measure(sets: Any, truth: Tensor, groups: Sequence[Any] | None = None) -> An
 def _conclusion(own: Any, promise: Guarantee, names: Sequence[str]) -> str:
     """What the numbers come to, in a sentence or two."""
     here, promised = "On these inputs, unattacked", f"(promised: {1 - promise.alpha:.6g})"
+    held = f"{here}, {own.coverage.mean:.1%} of the"
     if isinstance(own, tasks.Evaluation):
         empty = f", {own.empty:.1%} are empty, which counts as missed" if own.empty else ""
-        return (
-            f"{here}, {own.coverage.mean:.1%} of the sets hold the true label {promised}. They have {own.size:.2f} of "
-            f"{len(names)} labels on average; {own.singletons:.1%} are a single label{empty}."
-        )
+        size = f"They have {own.size:.2f} of {len(names)} labels on average; {own.singletons:.1%} are a single label{empty}"
+        return f"{held} sets hold the true label {promised}. {size}."
     if isinstance(own, tasks.IntervalEvaluation):
-        return (
-            f"{here}, {own.coverage.mean:.1%} of the unions hold the true value {promised}. Their length is {own.size:.4g} on "
-            f"average, {own.median:.4g} in the middle."
-        )
+        size = f"Their length is {own.size:.4g} on average, {own.median:.4g} in the middle"
+        return f"{held} unions hold the true value {promised}. {size}."
     if isinstance(own, tasks.RiskEvaluation):
         nothing = f" {own.nothing} of them have nothing to miss." if own.nothing else ""
         missed = f"{promise.task.replace('the expected', 'the mean')} is {own.risk.mean:.1%}"
@@ -116,9 +113,8 @@ def _numbers(measured: Mapping[Level, Any], level: Level) -> Section:
         "Coverage and size",
         f"On these inputs as they are, unattacked.{first}",
         Table(["promise", "coverage", "promised", "mean size", *(SHARES[name] for name in more)], rows),
-        note="Coverage with its 95 % interval (Clopper-Pearson's, or one for means of shares), size with a 95 % normal interval of its mean. "
-        "The promise is an average over calibrations and queries, so one measurement may fall short of it; keepcover audit tells luck from a "
-        "broken promise, under attack too.",
+        note="95 % intervals: of coverage Clopper-Pearson's or one for means of shares, of the mean size a normal one. The promise is an average "
+        "over calibrations and queries: one measurement may fall short; keepcover audit tells luck from a broken promise, under attack too.",
     )
 
 
@@ -137,8 +133,7 @@ def _curves(measured: Mapping[Level, Any], promise: Guarantee, most: int | None)
     figures += sections.curve_figures("coverage-by-epsilon", coverages, certified, axis, words, promised=promised)
     return Section(
         "What a larger radius costs",
-        "Clean inputs, sets that promise to hold up to epsilon. The larger the promised radius, the more labels it takes, and the "
-        "further clean coverage lies above the promise.",
+        "Clean inputs, sets that promise to hold up to epsilon. A larger radius takes more labels and lifts clean coverage further.",
         figures=figures,
         note="Each promise holds for its own level, not for all levels at once, and not for one picked after seeing the sets.",
     )
