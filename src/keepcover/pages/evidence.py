@@ -81,7 +81,7 @@ class Evidence:
             levels.append({**whole.promised(one).to_dict(), "expected_size": one.size, "always_full": one.full})
             del levels[-1]["assumptions"]  # one list for all levels, below
         shape, threat = whole.inputs and whole.inputs.shape, promise.threat
-        spent = shape and get_norm(str(threat.norm)).spent(threat.epsilon, shape)
+        spent = None if shape is None else get_norm(str(threat.norm)).spent(threat.epsilon, shape)
         return {
             "format": FORMAT,
             "verdict": self.verdict,

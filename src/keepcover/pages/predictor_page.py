@@ -67,8 +67,7 @@ def predictor_page(
     page.sections += _looks(sets, measured[level], images, labels, names)
     took = ""
     if seconds is not None:
-        each = 1000 * seconds / len(sets)
-        took = f"This page's sets took {seconds:.2f} s, {each:.2f} ms each, from one pass for every level."
+        took = f"This page's sets took {seconds:.2f} s, {1000 * seconds / len(sets):.2f} ms each, from one pass for every level."
     page.sections.append(sections.cost_section({promise.method: promise}, took, predictor.holdout_size))
     return page.closed({**facts(predictor), **(origin or {})})
 

@@ -21,8 +21,6 @@ from keepcover.files import make_folder, write_file
 from keepcover.guarantee import Guarantee
 from keepcover.pages import plots
 
-NARROW = 6.0  # inches; a wider figure takes the whole width of the page, and scrolls on a phone
-
 
 class Cell(str):
     """Text in a table; ``kind`` is ``good``, ``bad`` or empty."""
@@ -58,10 +56,6 @@ class Figure:
     drawing: Any
     caption: str
     alt: str = ""
-
-    @property
-    def wide(self) -> bool:
-        return bool(self.drawing.get_figwidth() > NARROW)
 
 
 @dataclass(frozen=True)
@@ -174,7 +168,6 @@ def hardware() -> str:
 
 
 def _device() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
     threads = torch.get_num_threads()
-    return f"{threads} CPU thread{'s' if threads > 1 else ''}"
+    words = f"{threads} CPU thread{'s' if threads > 1 else ''}"
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else words

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from keepcover.errors import InputError
 from keepcover.evaluation.random_splits import random_splits
 from keepcover.noise import Gaussian, Threat
 from keepcover.pages.plots import CERTIFIED, COLORS, MARKERS, SOFT, VANILLA, subplots
-from keepcover.paper import closed_figures, closed_form
+from keepcover.paper import closed_form
 from keepcover.paper.reproduce.material import Material
 from keepcover.paper.reproduce.tables import DENOISED, OFF_THE_SHELF, TOWARDS, Origin
 from keepcover.scores import PTT, get_score
@@ -160,9 +161,10 @@ def draw_densities(rows: Sequence[dict[str, Any]]) -> Any:
 
 def draw_overhead(rows: Sequence[dict[str, Any]]) -> Any:
     figure, axis = subplots(figsize=(6, 3.4))
-    with_ptt = [row for row in rows if row["what"] == "scores with PTT"]
-    held, times = ([row[key] for row in with_ptt] for key in ("holdout", "seconds_per_image"))
-    axis.plot(held, [1e6 * each for each in times], "o-", color=CERTIFIED, label="scores with PTT")
+    held, times = zip(
+        *((row["holdout"], 1e6 * row["seconds_per_image"]) for row in rows if row["holdout"]), strict=True
+    )
+    axis.plot(held, times, "o-", color=CERTIFIED, label="scores with PTT")
     without = [row for row in rows if row["holdout"] == 0]
     for row, color, style in zip(without, (VANILLA, SOFT), ("--", ":"), strict=True):
         axis.axhline(1e6 * row["seconds_per_image"], color=color, ls=style, label=row["what"])
@@ -227,10 +229,8 @@ def _lines(rows: Sequence[dict[str, Any]], xlabel: str) -> Any:
 
 
 def sigmoid_cdf(*_: Any) -> Rows:
-    temperatures, levels = (1 / 400, 1 / 20), (0.01, 0.1, 0.5, 0.9, 0.99)
-    return [
-        {"T": T, "t": t, "cdf": float(closed_form.sigmoid_cdf(t, 1 - ALPHA, T))} for T in temperatures for t in levels
-    ]
+    places = product((1 / 400, 1 / 20), (0.01, 0.1, 0.5, 0.9, 0.99))
+    return [{"T": T, "t": t, "cdf": float(closed_form.sigmoid_cdf(t, 1 - ALPHA, T))} for T, t in places]
 
 
 def draw_accuracy(rows: Sequence[dict[str, Any]]) -> Any:
@@ -262,7 +262,7 @@ DRAWINGS: dict[str, Callable[[Sequence[dict[str, Any]]], Any]] = {
     "densities": draw_densities,
     "overhead": draw_overhead,
     "accuracy-imagenet-5k": draw_accuracy,
-    "one-dimensional": lambda _: closed_figures.one_dimensional_figure(),
-    "failure-case": lambda _: closed_figures.failure_case_figure(),
-    "sigmoid-cdf": lambda _: closed_figures.sigmoid_cdf_figure(),
+    "one-dimensional": lambda _: closed_form.one_dimensional_figure(),
+    "failure-case": lambda _: closed_form.failure_case_figure(),
+    "sigmoid-cdf": lambda _: closed_form.sigmoid_cdf_figure(),
 }

