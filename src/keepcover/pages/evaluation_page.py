@@ -124,13 +124,11 @@ def _promises(rows: Sequence[Row]) -> Section:
 def _sizes(rows: Sequence[Row]) -> Section:
     chosen = sorted(rows, key=lambda row: (not row.guarantee.certified, row.size.mean))[:MOST_PANELS]
     histograms = {name_of(row): row.observed.histogram.tolist() for row in chosen}
-
-    def line(name: str, counts: Sequence[int]) -> list[str]:
+    body = []
+    for name, counts in histograms.items():
         sizes = [size for size, count in enumerate(counts) if count]
         span = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-        return [name, *(f"{counts[size] / sum(counts):.1%}" for size in (0, 1, -1)), span]
-
-    body = [line(*item) for item in histograms.items()]
+        body.append([name, *(f"{counts[size] / sum(counts):.1%}" for size in (0, 1, -1)), span])
     table = Table(["method", "empty", "one label", "full label set", "sizes"], body)
     left = len(rows) - len(chosen)
     most = f"The {len(chosen)} with the smallest sets, certified ones first; {left} more are not shown."

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from keepcover.errors import InputError, install
+from keepcover.errors import optional
 from keepcover.files import make_folder, write_file
 
 # Six colours that readers with any of the three colour blindnesses tell apart, on white and on the dark page.
@@ -48,12 +48,9 @@ STYLE: dict[Any, Any] = {
 
 def subplots(rows: int = 1, columns: int = 1, figsize: Any = None, layout: Any = None, **how: Any) -> tuple[Any, Any]:
     """A figure in the house's style and its axes."""
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError(f"figures need matplotlib: {install('report')}") from None
-    mpl.rcParams.update(STYLE)
+    optional("matplotlib", "figures need matplotlib", "report").rcParams.update(STYLE)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize, layout=layout)
     return figure, figure.subplots(rows, columns, **how)
 
@@ -118,12 +115,9 @@ def write_files(figure: Any, folder: Path, name: str) -> list[Path]:
 
 def pixels(image: Tensor) -> bytes:
     """An image [1, 3 or 4, height, width] in [0, 1] as PNG, one pixel each, as it is: 0 is black."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise InputError(f"pictures need Pillow: {install('report')}") from None
-    values, buffer = (image.detach().cpu().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy(), io.BytesIO()
-    Image.fromarray(values[..., 0] if values.shape[2] == 1 else values).save(buffer, "PNG")
+    pil, buffer = optional("PIL.Image", "pictures need Pillow", "report"), io.BytesIO()
+    values = (image.detach().cpu().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+    pil.fromarray(values[..., 0] if values.shape[2] == 1 else values).save(buffer, "PNG")
     return buffer.getvalue()
 
 
@@ -208,12 +202,10 @@ def size_against_coverage(points: Mapping[str, Curve], alpha: float, certified: 
     sizes = [size for ((_, size, *_),) in points.values()]
     axis.set(xlabel=f"coverage, clean (dotted: {1 - alpha:g})", ylabel="mean set size")
     if max(sizes) > 8 * max(min(sizes), 1e-9):  # a logarithmic axis that says 1, 2, 5, 10 and not powers of ten
-        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
         axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("")
     else:
         axis.set_ylim(0, None)
     _legend(figure, certified, "filled: certified; hollow: not")

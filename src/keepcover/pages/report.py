@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from keepcover.assumption import CHECKED
-from keepcover.errors import InputError, install
+from keepcover.errors import optional
 from keepcover.evaluation.manifest import versions
 from keepcover.files import make_folder, write_file
 from keepcover.guarantee import Guarantee
@@ -129,12 +129,9 @@ class Page:
         return f'<iframe srcdoc="{escape(self.html())}" style="width:100%;height:40em;border:0"></iframe>'
 
     def html(self) -> str:
-        try:
-            from jinja2 import Environment, PackageLoader
-        except ImportError:
-            raise InputError(f"HTML reports need jinja2: {install('report')}") from None
-        loader = PackageLoader("keepcover.pages")
-        environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        jinja = optional("jinja2", "HTML reports need jinja2", "report")
+        how = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+        environment = jinja.Environment(loader=jinja.PackageLoader("keepcover.pages"), **how)
         return environment.get_template("report.html").render(page=self, plots=plots)
 
     def closed(self, facts: Mapping[str, Any]) -> Page:
