@@ -113,12 +113,10 @@ def _promises(rows: Sequence[Row]) -> Section:
         most, cost = 1 - row.guarantee.alpha, row.cost(rows)
         worst = [Cell(interval(found), "bad" if found["high"] < most else "") for found in row.worst.values()]
         body.append([name_of(row), f"{row.size.mean:.2f}", "-" if cost is None else f"{cost:+.1%}", *worst])
-    return Section(
-        "What the promise costs",
-        "The same methods with the marginal promise and the one asked for: sizes, and coverage of the worst class and group.",
-        Table(["method and promise", "mean size", "cost beside marginal", *kinds], body),
-        note="Clean inputs. The intervals hold for all classes, or groups, at once, with 95 %; in red, those below 1 - alpha.",
-    )
+    text = "The same methods with the marginal promise and the one asked for: sizes, and coverage of the worst class and group."
+    note = "Clean inputs. The intervals hold for all classes, or groups, at once, with 95 %; in red, those below 1 - alpha."
+    table = Table(["method and promise", "mean size", "cost beside marginal", *kinds], body)
+    return Section("What the promise costs", text, table, note=note)
 
 
 def _sizes(rows: Sequence[Row]) -> Section:

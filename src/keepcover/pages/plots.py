@@ -27,23 +27,12 @@ CERTIFIED, VANILLA = COLORS[:2]
 INK, SOFT, PAPER = "#1c2430", "#566070", "#ffffff"
 MARKERS = "osD^vPX"  # one more than colours, so that both repeat together only after 42 lines
 GUIDE = {"color": INK, "lw": 1, "ls": ":"}
-_VARIABLES = {
-    "#000000": "currentColor",
-    INK: "currentColor",
-    SOFT: "var(--soft)",
-    PAPER: "var(--card)",
-    **{c: f"var(--c{i})" for i, c in enumerate(COLORS)},
-}
-STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.alpha": 0.2,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "keepcover",
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    **{f"{part}color": INK for part in ("grid.", "text.", "axes.label", "axes.edge", "xtick.", "ytick.")},
-}
+_VARIABLES = {"#000000": "currentColor", INK: "currentColor", SOFT: "var(--soft)", PAPER: "var(--card)"}
+_VARIABLES |= {color: f"var(--c{i})" for i, color in enumerate(COLORS)}
+STYLE: dict[Any, Any] = {"font.size": 10, "grid.alpha": 0.2, "svg.fonttype": "path", "svg.hashsalt": "keepcover"}
+STYLE |= {"axes.grid": True, "axes.axisbelow": True}
+STYLE |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False)
+STYLE |= {f"{part}color": INK for part in ("grid.", "text.", "axes.label", "axes.edge", "xtick.", "ytick.")}
 
 
 def subplots(rows: int = 1, columns: int = 1, figsize: Any = None, layout: Any = None, **how: Any) -> tuple[Any, Any]:

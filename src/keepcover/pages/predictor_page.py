@@ -53,12 +53,11 @@ def predictor_page(
     candidates = predictor.task.candidates
     names = predictor.class_names or tuple(str(k) for k in range(candidates or 0))
     sets, promise = every[level], every[level].guarantee
-    page = Page(
-        "Prediction sets on your data",
+    about, found = (
         f"{data}, {len(sets)} labelled inputs, clean, {hardware()}",
-        promise,
-        conclusion=_conclusion(measured[level], promise, names),
+        _conclusion(measured[level], promise, names),
     )
+    page = Page("Prediction sets on your data", about, promise, conclusion=found)
     if predictor.warning is not None:
         page.conclusion += f" Note: {predictor.warning}."
     page.sections.append(_numbers(measured, level))
@@ -130,12 +129,9 @@ def _curves(measured: Mapping[Level, Any], promise: Guarantee, most: int | None)
     words = "Coverage of clean inputs against epsilon, with 95 % intervals; dotted, what is promised."
     promised = [1 - alpha for alpha in dict.fromkeys(alpha for alpha, _ in measured)]
     figures += sections.curve_figures("coverage-by-epsilon", coverages, certified, axis, words, promised=promised)
-    return Section(
-        "What a larger radius costs",
-        "Clean inputs, sets that promise to hold up to epsilon. A larger radius takes more labels and lifts clean coverage further.",
-        figures=figures,
-        note="Each promise holds for its own level, not for all levels at once, and not for one picked after seeing the sets.",
-    )
+    text = "Clean inputs, sets that promise to hold up to epsilon. A larger radius takes more labels and lifts clean coverage further."
+    note = "Each promise holds for its own level, not for all levels at once, and not for one picked after seeing the sets."
+    return Section("What a larger radius costs", text, figures=figures, note=note)
 
 
 # -- what only some kinds of sets have ---------------------------------------------------------------------------------
@@ -161,13 +157,11 @@ def _sizes(measured: tasks.Evaluation, method: str) -> Section:
         for size, share in list(measured.by_size.items())[:MOST_SIZES]
     ]
     left = len(measured.by_size) - len(rows)
-    return sections.sizes_section(
-        "A set of one label is an answer; a larger one says between which labels the model cannot decide. An empty one is a miss.",
-        Table(["labels in the set", "sets", "share", "coverage"], rows),
-        {method: measured.histogram},
-        "Coverage among sets of one size, with 95 % Clopper-Pearson intervals: nothing is promised for it."
-        + (f" {left} larger sizes are not in the table." if left else ""),
-    )
+    text = "A set of one label is an answer; a larger one says between which labels the model cannot decide. An empty one is a miss."
+    note = "Coverage among sets of one size, with 95 % Clopper-Pearson intervals: nothing is promised for it."
+    note += f" {left} larger sizes are not in the table." if left else ""
+    table = Table(["labels in the set", "sets", "share", "coverage"], rows)
+    return sections.sizes_section(text, table, {method: measured.histogram}, note)
 
 
 def _by(

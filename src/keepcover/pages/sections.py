@@ -101,13 +101,9 @@ def classes_section(
         f"Coverage of every {unit}, with 95 % intervals for all at once; dotted, {promised}.",
         f"Coverage by {unit}, {ends}; {promised} is {1 - alpha:g}.",
     )
-    return Section(
-        f"Coverage by {unit}",
-        whose + text,
-        Table(["true class" if unit == "class" else unit, "coverage", "mean size", "inputs tested"], rows),
-        [figure],
-        note=note + (f" The {len(worst)} {plural} of lowest coverage; {left} more are not shown." if left else ""),
-    )
+    table = Table(["true class" if unit == "class" else unit, "coverage", "mean size", "inputs tested"], rows)
+    note += f" The {len(worst)} {plural} of lowest coverage; {left} more are not shown." if left else ""
+    return Section(f"Coverage by {unit}", whose + text, table, [figure], note=note)
 
 
 def cost_section(promises: Mapping[str, Guarantee], note: str = "", held: int = 0) -> Section:
@@ -116,12 +112,9 @@ def cost_section(promises: Mapping[str, Guarantee], note: str = "", held: int = 
     for name, promise in promises.items():
         per_point = promise.calibration_draws or promise.draws
         rows.append([name, f"{promise.draws:,}", f"{per_point:,}", f"{per_point * (promise.n + held):,}"])
-    return Section(
-        "What it costs",
-        "Every query is answered from noisy copies of the input: model evaluations are the price of the promise.",
-        Table(["method", "per query", "per calibration point, paid once", "in all for calibration"], rows),
-        note=note,
-    )
+    text = "Every query is answered from noisy copies of the input: model evaluations are the price of the promise."
+    table = Table(["method", "per query", "per calibration point, paid once", "in all for calibration"], rows)
+    return Section("What it costs", text, table, note=note)
 
 
 def examples_section(sets: PredictionSets, images: Tensor, labels: Tensor, count: int = 12) -> Section:

@@ -71,17 +71,11 @@ def densities(material: Material, draws: int) -> Rows:
         inflated = float(Threat(Gaussian(ORIGIN.sigma), EPSILON).up(tau))
         test = values[split.test]
         counts = torch.histc(_normal(test).flatten().clamp(-4, 4), bins=80, min=-4, max=4) / len(test)
-        rows.append(
-            {
-                "transform": transform,
-                "bins": [-4.0, 4.0, 80],
-                "labels_per_image": [round(count, 5) for count in counts.tolist()],
-                "tau": float(_normal(tau).clamp(-4, 4)),
-                "inflated": float(_normal(inflated).clamp(-4, 4)),
-                "size_before": float((test <= tau).sum() / len(test)),
-                "size_after": float((test <= inflated).sum() / len(test)),
-            }
-        )
+        levels = {"tau": tau, "inflated": inflated}
+        shown = {name: float(_normal(level).clamp(-4, 4)) for name, level in levels.items()}
+        before, after = (float((test <= level).sum() / len(test)) for level in levels.values())
+        histogram = {"bins": [-4.0, 4.0, 80], "labels_per_image": [round(count, 5) for count in counts.tolist()]}
+        rows.append({"transform": transform, **histogram, **shown, "size_before": before, "size_after": after})
     return rows
 
 
