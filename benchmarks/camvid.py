@@ -34,8 +34,7 @@ from keepcover.evaluation.random_splits import random_splits
 from keepcover.files import write_file
 from keepcover.methods import get_method
 from keepcover.models import UNet, load_weights
-from keepcover.pages.pictures import scenes_figure, shaded
-from keepcover.pages.plots import png
+from keepcover.pages.plots import png, scenes_figure, shaded
 from keepcover.prediction.source import Piece, Source
 from keepcover.training.base import train_base
 from keepcover.training.losses import CrossEntropy, rarity

@@ -152,13 +152,18 @@ def write_report(result: DemoResult, folder: Path, figures: Path | None = None) 
     certified = {name: predictor.guarantee.certified for name, predictor in result.predictors.items()}
     top = 1.05 * max(point[1] for points in result.curves.values() for point in points)
 
-    def curves(group: Any) -> Any:
-        return plots.radius_curves(group, certified, axis, guides=[10.0], limits=(0.0, top))
-
     costs = Section(
         "What robustness costs",
         "Mean set size on clean test images as the promised radius grows.",
-        figures=curve_figures("size-by-epsilon", result.curves, curves, "Mean set size against epsilon."),
+        figures=curve_figures(
+            "size-by-epsilon",
+            result.curves,
+            certified,
+            axis,
+            "Mean set size against epsilon.",
+            guides=[10.0],
+            limits=(0.0, top),
+        ),
         note=f"Radii {', '.join(f'{r:g}' for r in sorted(RADII))}; each predictor answers for all of them from one pass.",
     )
     words = "Densities of true-label scores under noise: spread out before PTT, at 0 and 1 after it."

@@ -104,7 +104,7 @@ def test_the_page_is_about_the_promise_asked_for_and_says_what_it_costs() -> Non
     html = page.html()
     (costs,) = (section.table for section in page.sections if section.title == "What the promise costs")
     assert costs is not None
-    table = {cells[0]: cells for cells in ([getattr(cell, "text", cell) for cell in row] for row in costs.rows)}
+    table = {cells[0]: cells for cells in costs.rows}
     for at, row in enumerate(rows):
         name = row.method + (", delta 0.2, per group" if at > 1 else "")
         _, size, cost, *worst = table[name]

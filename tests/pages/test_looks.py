@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from keepcover import calibrate_outputs
-from keepcover.pages.pictures import shaded, sorted_intervals
+from keepcover.pages.plots import shaded, sorted_intervals
 from keepcover.pages.predictor_page import predictor_page
 from keepcover.pages.report import Page
 from keepcover.tasks import PredictionIntervals, Segmentation
@@ -49,7 +49,7 @@ def test_masks_are_shown_on_their_scenes() -> None:
         f"pixels of box that the mask of their class misses is {measured.risk.mean:.1%} (promised: at most 10.0%)"
         in page.conclusion
     )
-    assert section(page, "Coverage and size").table.rows[0][1].text == str(measured.coverage)
+    assert section(page, "Coverage and size").table.rows[0][1] == str(measured.coverage)
     held = sets.covers(truth[-20:])
     (figure,) = section(page, "Scenes").figures
     assert figure.alt.startswith(f"5 scenes and their masks: {float(held.min()):.1%} kept")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from keepcover.pages import plots
-from keepcover.pages.pictures import CERTAIN, EXCLUDED, POSSIBLE, TRUTH, scenes_figure, shaded
+from keepcover.pages.plots import CERTAIN, EXCLUDED, POSSIBLE, TRUTH, scenes_figure, shaded
 
 pytest.importorskip("matplotlib")
 

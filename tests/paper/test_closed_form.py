@@ -22,7 +22,7 @@ from scipy.special import expit, ndtri
 from keepcover.errors import InputError
 from keepcover.noise import Gaussian
 from keepcover.pages import plots
-from keepcover.paper import closed_figures
+from keepcover.paper import closed_form
 from keepcover.paper.closed_form import (
     HIGH,
     HPS,
@@ -383,7 +383,7 @@ def drawn(axis: Any) -> dict[str, tuple[ndarray, ndarray]]:
 
 
 def test_the_failure_figure_draws_the_scores_and_their_law() -> None:
-    scores, cdfs = closed_figures.failure_case_figure().axes
+    scores, cdfs = closed_form.failure_case_figure().axes
     lines = drawn(cdfs)
     assert list(lines) == ["τ = −0.302, slope 2.61", "τ = −0.169, slope 2.95", "1 − α = 0.5"]
     marks = [line.get_xydata()[0] for line in cdfs.get_lines() if line.get_marker() == "o"]
@@ -398,7 +398,7 @@ def test_the_failure_figure_draws_the_scores_and_their_law() -> None:
 
 
 def test_the_sigmoid_figure_draws_both_temperatures() -> None:
-    before, after = closed_figures.sigmoid_cdf_figure().axes
+    before, after = closed_form.sigmoid_cdf_figure().axes
     t, uniform = drawn(before)["slope 1 at τ"]
     np.testing.assert_array_equal(t, uniform)
     lines = drawn(after)
@@ -408,7 +408,7 @@ def test_the_sigmoid_figure_draws_both_temperatures() -> None:
 
 
 def test_the_one_dimensional_figure_shows_the_table() -> None:
-    scores, edges, sizes = closed_figures.one_dimensional_figure().axes
+    scores, edges, sizes = closed_form.one_dimensional_figure().axes
     hps = Smoothed(HPS, 0.1)
     for axis, name in ((scores, "{}"), (edges, "{}: edge moves {}")):
         x, line = drawn(axis)[name.format("PTT", "0.010")]
@@ -425,7 +425,7 @@ def test_the_one_dimensional_figure_shows_the_table() -> None:
     np.testing.assert_allclose(np.interp(printed[0][::2], sigma, size), printed[1][::2], atol=0.01)
 
 
-FIGURES = (closed_figures.failure_case_figure, closed_figures.sigmoid_cdf_figure, closed_figures.one_dimensional_figure)
+FIGURES = (closed_form.failure_case_figure, closed_form.sigmoid_cdf_figure, closed_form.one_dimensional_figure)
 
 
 @pytest.mark.parametrize("draw", FIGURES)

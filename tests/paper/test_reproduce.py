@@ -31,7 +31,7 @@ from keepcover.noise import Gaussian, Stream
 from keepcover.paper.reproduce import show
 from keepcover.paper.reproduce.figures import FIGURES
 from keepcover.paper.reproduce.material import Material
-from keepcover.paper.reproduce.run import Item, Run, capped, catalogue, chosen, compute, rows_of, write_page
+from keepcover.paper.reproduce.run import Item, Run, capped, catalogue, chosen, write_page
 from keepcover.paper.reproduce.tables import TABLES, Cell, Origin, head_name
 
 N, CLASSES = 180, {"cifar10": 10, "cifar100": 100}
@@ -238,8 +238,7 @@ def test_cells_are_what_the_method_gives_on_the_networks_own_logits(
     job = run(folders, tmp_path)
     origin = Origin("cifar10", 0.25, head, 0.125 if head == "rct" else 0.0)
     cells = [cell for cell in capped(tables()["heads-cifar10"].cells, 4) if cell.origin == origin]
-    known: dict[Any, Row] = {}
-    compute(cells, job.material, known, splits=2, most=4, say=lambda _: None)
+    rows = job.rows(cells)
     data, model = cifar("cifar10", folders[0], "test"), job.material.model(origin)
     noisy = Smoother(model, 0.25, channels_last=True, progress=False).logits(data.images, 4, Stream(0, "test"))
     features = Smoother(backbone(model), 0.25, channels_last=True).logits(data.images, 4, Stream(0, "test"))
@@ -248,7 +247,6 @@ def test_cells_are_what_the_method_gives_on_the_networks_own_logits(
     torch.testing.assert_close(logits, noisy, rtol=0.02, atol=0.02 * float(noisy.abs().max()))
     entries = list(dict.fromkeys(cell.entry for cell in cells))
     want = evaluate_entries(InMemory(logits, data.labels, Gaussian(0.25)), entries, splits=2, holdout=40)
-    rows = rows_of(cells, known)
     by_entry = dict(zip(entries, want, strict=True))
     for cell, row in zip(cells, rows, strict=True):
         expect(row, by_entry[cell.entry][0], abs=0.05)

@@ -16,8 +16,7 @@ from keepcover.errors import InputError
 from keepcover.evaluation.manifest import manifest
 from keepcover.files import check_folder, write_file
 from keepcover.noise import Gaussian
-from keepcover.pages.audit_page import audit_page
-from keepcover.pages.sections import audit_table
+from keepcover.pages.audit_page import audit_page, audit_table
 from keepcover.prediction.calibration import calibrate
 from keepcover.specs import load_model
 from keepcover.training.example import example_model
@@ -151,5 +150,5 @@ def audit(
     table, row = audit_table(result.rows), result.rows[0]
     title = f"Audit: alpha {row.alpha:g}, epsilon {row.epsilon:g}, {len(result.images)} images"
     note = "p-value: chance of covering this few or fewer if the promise held, calibration luck included; violated below 0.001"
-    shown = [ui.table(title, table.head, table.texts), ui.dim(note), *([f"report  {page}"] if page else [])]
+    shown = [ui.table(title, table.head, table.rows), ui.dim(note), *([f"report  {page}"] if page else [])]
     return ui.Answer({**result.to_dict(), "report": str(page) if page else None}, shown)

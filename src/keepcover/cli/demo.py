@@ -9,7 +9,7 @@ from keepcover import demo as digits
 from keepcover.cli import console as ui
 from keepcover.cli import options as opt
 from keepcover.files import check_folder
-from keepcover.pages.sections import methods_table
+from keepcover.pages.audit_page import methods_table
 
 
 @opt.command
@@ -31,6 +31,6 @@ def demo(
     best, table = result.best, methods_table(result.rows())
     title = f"Digits: 90 % coverage, {best.noise}, attacked within {best.guarantee.threat.reach}"
     note = f"alpha {digits.ALPHA:g}; 500 calibration, 500 test points, {len(result.audit.images)} of them attacked; one split, seed {seed}; "
-    shown = [ui.table(title, table.head, table.texts), ui.dim(f"{note}{result.seconds:.0f} s")]
+    shown = [ui.table(title, table.head, table.rows), ui.dim(f"{note}{result.seconds:.0f} s")]
     shown.append(f"\n{best.guarantee}\n\nreport     {page}\npredictor  {folder / 'predictor.safetensors'}")
     return ui.Answer({**result.to_dict(), "report": str(page)}, shown)

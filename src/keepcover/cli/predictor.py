@@ -25,8 +25,7 @@ from keepcover.errors import InputError
 from keepcover.files import check_place, write_file
 from keepcover.methods import METHODS, get_method
 from keepcover.noise import get_noise
-from keepcover.pages.looks import measure
-from keepcover.pages.predictor_page import predictor_page
+from keepcover.pages.predictor_page import measure, predictor_page
 from keepcover.prediction.artifact import read, restore
 from keepcover.prediction.calibration import calibrate as run
 from keepcover.scores import PTT

@@ -60,16 +60,14 @@ def evaluation_page(
         page.sections.append(_promises(clean))
     if seen.by_class.members:
         names = class_names or [str(k) for k in range(len(seen.by_class.count[0]))]
-        page.sections += [_sizes(clean), _by(best, seen.by_class, names)]
+        page.sections += [_sizes(clean), _by(best, seen.by_class, names, "class")]
     if seen.by_group.members:
         page.sections.append(_by(best, seen.by_group, promise.promise.groups.per, "group"))
-    page.sections.append(
-        cost_section(
-            {name_of(row): row.guarantee for row in clean},
-            f"What a predictor of its own would pay; here all methods share the same outputs. {promise.n} calibration points for "
-            "the method of the sentence above; those that need no holdout calibrate on it too.",
-        )
+    note = (
+        f"What a predictor of its own would pay; here all methods share the same outputs. {promise.n} calibration points for the "
+        "method of the sentence above; those that need no holdout calibrate on it too."
     )
+    page.sections.append(cost_section({name_of(row): row.guarantee for row in clean}, note))
     return page.closed({"images": images, "splits": splits, **(origin or {})})
 
 
@@ -82,27 +80,25 @@ def _methods(rows: Sequence[Row], best: Row, smallest: str) -> Section:
     promise, body = best.guarantee, []
     for row in rows:
         seen, own = row.observed, row.guarantee
-        short = "bad" if max(seen.coverages) < 1 - own.alpha else ""
-        certified = Cell("yes", "good") if own.certified else Cell("no")
+        certified = Cell("yes", "good") if own.certified else "no"
         numbers = [str(own.draws), str(own.calibration_draws), _spread(seen.sizes, 2)]
-        coverage, full = Cell(_spread(seen.coverages, 3), short), f"{row.trivial_splits} of {row.splits} splits"
+        coverage = Cell(_spread(seen.coverages, 3), "bad" if max(seen.coverages) < 1 - own.alpha else "")
+        full = f"{row.trivial_splits} of {row.splits} splits"
         body.append([name_of(row), certified, *numbers, coverage, full])
     points = {name_of(row): [(row.coverage.mean, row.size.mean, row.coverage.std, row.size.std)] for row in rows}
     certified = {name_of(row): row.guarantee.certified for row in rows}
-    words = "; ".join(f"{name}: {point[0][0]:.3f} and {point[0][1]:.2f}" for name, point in points.items())
+    words = "; ".join(f"{name_of(row)}: {row.coverage.mean:.3f} and {row.size.mean:.2f}" for row in rows)
     figure = Figure(
         "size-against-coverage",
         plots.size_against_coverage(points, promise.alpha, certified),
-        "Mean size against clean coverage, with their deviations over splits. Smaller is better, and coverage far above "
-        "the dotted line is paid for in labels.",
+        "Mean size against clean coverage, with deviations over splits. Coverage far above the dotted line is paid for in labels.",
         f"Coverage and mean size of every method. {words}.",
     )
     head = ["method", "certified", "draws", "cal. draws", "mean size", "coverage, clean", "full label sets"]
     return Section(
         "Every method",
-        f"All methods on the same splits: calibrated on one half, looked at on the other, clean. A certified method promises "
-        f"{1 - promise.alpha:.0%} within {promise.threat.reach}, the others on clean data only. The sentence above is that of "
-        f"{name_of(best)}, the {smallest} here.",
+        f"All methods on the same splits: calibrated on one half, looked at on the other, clean. Certified ones promise {1 - promise.alpha:.0%} "
+        f"within {promise.threat.reach}, the others on clean data only. The sentence above is that of {name_of(best)}, the {smallest} here.",
         Table(head, body),
         [figure],
         note="Mean ± standard deviation over splits, and [lowest, highest] of them. Splits share their images: the deviation "
@@ -112,33 +108,25 @@ def _methods(rows: Sequence[Row], best: Row, smallest: str) -> Section:
 
 def _promises(rows: Sequence[Row]) -> Section:
     """What a promise costs, and what it does for the class and the group that are covered least."""
-    body, kinds = [], [name.replace("_", " ") for name in rows[0].worst]
+    body, kinds = [], [f"coverage, {name.replace('_', ' ')}" for name in rows[0].worst]
     for row in rows:
-        most = 1 - row.guarantee.alpha
+        most, cost = 1 - row.guarantee.alpha, row.cost(rows)
         worst = [Cell(interval(found), "bad" if found["high"] < most else "") for found in row.worst.values()]
-        cost = row.cost(rows)
         body.append([name_of(row), f"{row.size.mean:.2f}", "-" if cost is None else f"{cost:+.1%}", *worst])
-    return Section(
-        "What the promise costs",
-        "The same methods with the marginal promise and with the one asked for: how much larger sets are, and the coverage of the "
-        "class and the group that are covered least.",
-        Table(
-            ["method and promise", "mean size", "cost beside marginal", *(f"coverage, {kind}" for kind in kinds)], body
-        ),
-        note="Clean inputs. The intervals hold for all classes, or groups, at once, with 95 %; in red, those below 1 - alpha.",
-    )
+    text = "The same methods with the marginal promise and the one asked for: sizes, and coverage of the worst class and group."
+    note = "Clean inputs. The intervals hold for all classes, or groups, at once, with 95 %; in red, those below 1 - alpha."
+    table = Table(["method and promise", "mean size", "cost beside marginal", *kinds], body)
+    return Section("What the promise costs", text, table, note=note)
 
 
 def _sizes(rows: Sequence[Row]) -> Section:
     chosen = sorted(rows, key=lambda row: (not row.guarantee.certified, row.size.mean))[:MOST_PANELS]
     histograms = {name_of(row): row.observed.histogram.tolist() for row in chosen}
-
-    def line(name: str, counts: Sequence[int]) -> list[str]:
+    body = []
+    for name, counts in histograms.items():
         sizes = [size for size, count in enumerate(counts) if count]
         span = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-        return [name, *(f"{counts[size] / sum(counts):.1%}" for size in (0, 1, -1)), span]
-
-    body = [line(*item) for item in histograms.items()]
+        body.append([name, *(f"{counts[size] / sum(counts):.1%}" for size in (0, 1, -1)), span])
     table = Table(["method", "empty", "one label", "full label set", "sizes"], body)
     left = len(rows) - len(chosen)
     most = f"The {len(chosen)} with the smallest sets, certified ones first; {left} more are not shown."
@@ -146,20 +134,14 @@ def _sizes(rows: Sequence[Row]) -> Section:
     return sizes_section(text, table, histograms, most if left else "")
 
 
-def _by(best: Row, seen: Breakdown, names: Sequence[Any], unit: str = "class") -> Section:
+def _by(best: Row, seen: Breakdown, names: Sequence[Any], unit: str) -> Section:
     lines = []
     for k in seen.members:
         shares, sizes = seen(k)
-        size, share = Spread.of(sizes), seen.proportion(k)
-        cells = [_spread(shares, 3), f"{size.mean:.2f} ± {size.std:.2f}", str(share.count)]
-        lines.append((str(names[k]), (share.mean, share.low, share.high), cells))
-    return classes_section(
-        lines,
-        best.guarantee,
-        ["coverage, clean", "mean size", "inputs tested"],
-        "intervals for all at once",
+        size = Spread.of(sizes)
+        lines.append((str(names[k]), seen.proportion(k), _spread(shares, 3), f"{size.mean:.2f} ± {size.std:.2f}"))
+    note = (
         "Mean ± standard deviation and [lowest, highest] over splits. The intervals of the figure hold for all at once, with 95 %, for "
-        "the choice of the inputs and for how they were divided; in red, those that lie below what is promised.",
-        f"Of {name_of(best)}. ",
-        unit,
+        "the choice of the inputs and for how they were divided; in red, those that lie below what is promised."
     )
+    return classes_section(lines, best.guarantee, unit, note, f"Of {name_of(best)}, on clean inputs. ")

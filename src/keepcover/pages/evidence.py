@@ -15,9 +15,9 @@ from torch import Tensor
 from keepcover.attacks import audit as attack
 from keepcover.attacks.audit import Audit, AuditRow
 from keepcover.engine.inputs import batches
-from keepcover.errors import InputError
+from keepcover.errors import InputError, refusing
 from keepcover.evaluation.manifest import versions
-from keepcover.files import make_folder, write_file
+from keepcover.files import write_file
 from keepcover.monitoring import Monitor
 from keepcover.noise import Stream, fresh_seed, get_norm
 from keepcover.pages import evidence_sections as sections
@@ -76,23 +76,19 @@ class Evidence:
     def to_dict(self) -> dict[str, Any]:
         """The same for programs."""
         whole, promise = self.whole, self.predictor.guarantee
-        levels = [
-            {**whole.promised(one).to_dict(), "expected_size": one.size, "always_full": one.full}
-            for one in whole.levels.values()
-        ]
-        for level in levels:
-            del level["assumptions"]  # one list for all levels, below
-        norm, shape = get_norm(str(promise.threat.norm)), whole.inputs.shape if whole.inputs else None
+        levels = []
+        for one in whole.levels.values():
+            levels.append({**whole.promised(one).to_dict(), "expected_size": one.size, "always_full": one.full})
+            del levels[-1]["assumptions"]  # one list for all levels, below
+        shape, threat = whole.inputs and whole.inputs.shape, promise.threat
+        spent = None if shape is None else get_norm(str(threat.norm)).spent(threat.epsilon, shape)
         return {
             "format": FORMAT,
             "verdict": self.verdict,
             "predictor": whole.digest,
             "promises": levels,
             "assumptions": [one.to_dict() for one in promise.assumptions],
-            "threat": {
-                **promise.threat.config(),
-                "spent": None if shape is None else norm.spent(promise.epsilon, shape),
-            },
+            "threat": {**threat.config(), "spent": spent},
             "moved": [one.to_dict() for one in self.moved],
             "history": list(whole.history),
             "facts": facts(whole),
@@ -100,7 +96,7 @@ class Evidence:
             "monitors": list(self.monitors),
             "budgets": promise.promise.budgets,
             "not_covered": list(sections.uncovered(promise).points),
-            "what_to_do": dict(sections.situations(whole, self.rows, self.monitors)),
+            "what_to_do": sections.situations(whole, self.rows, self.monitors),
             "versions": versions(),
             "origin": {name: str(value) for name, value in self.origin.items()},
         }
@@ -108,9 +104,8 @@ class Evidence:
     @property
     def page(self) -> Page:
         """One self-contained page."""
-        subtitle = f"predictor {self.whole.digest[:12]}, {hardware()}"
-        page = Page("Evidence for a promise", subtitle, str(self.predictor.guarantee), conclusion=self.verdict)
-        page.sections += self.sections
+        subtitle, promise = f"predictor {self.whole.digest[:12]}, {hardware()}", str(self.predictor.guarantee)
+        page = Page("Evidence for a promise", subtitle, promise, [*self.sections], self.verdict)
         return page.closed({**facts(self.whole), "predictor digest": self.whole.digest, **self.origin})
 
     @property
@@ -127,11 +122,9 @@ class Evidence:
         """The page, the JSON beside it under the same name, and the card where one is named."""
         path = Path(path)
         if path.suffix == ".json":
-            raise InputError(
-                f"{path} is where the JSON would go; name the page, for instance {path.with_suffix('.html')}"
-            )
-        make_folder(path.parent)
-        write_file(path, self.page.html().encode())
+            page = path.with_suffix(".html")
+            raise InputError(f"{path} is where the JSON would go; name the page, for instance {page}")
+        self.page.write(path)
         write_file(path.with_suffix(".json"), (json.dumps(self.to_dict(), indent=1) + "\n").encode())
         if card is not None:
             write_file(Path(card), self.card.encode())
@@ -187,14 +180,11 @@ def _content(given: Any, what: str) -> tuple[dict[str, Any], str]:
     """A JSON object, and what to call it."""
     if isinstance(given, Mapping):
         return dict(given), what
-    path = Path(given)
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path} ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        said = "it is not text" if isinstance(error, UnicodeDecodeError) else str(error)
-        raise InputError(f"expected {path} to be JSON, {what} ({said})") from None
+    path, expected = Path(given), f"expected {given} to be JSON, {what}"
+    with refusing(f"cannot read {path}", OSError), refusing(f"{expected}; it is not text", UnicodeError):
+        text = path.read_text(encoding="utf-8")
+    with refusing(expected, ValueError, RecursionError):
+        found = json.loads(text)
     if not isinstance(found, dict):
         raise InputError(f"expected {path} to hold a JSON object, {what}, got {type(found).__name__}")
     return found, str(path)
@@ -203,13 +193,9 @@ def _content(given: Any, what: str) -> tuple[dict[str, Any], str]:
 def _audited(given: Any, digest: str) -> list[AuditRow]:
     """The rows of an audit that are about the predictor of this digest."""
     found, name = _content(given.to_dict() if isinstance(given, Audit) else given, "of keepcover audit")
-    try:
+    with refusing(f"{name} is not an audit", advice="give what keepcover audit --predictor FILE --json printed"):
         rows, whose = [AuditRow(**row) for row in found["rows"]], dict(found["predictors"])
         sections.audits(rows).markdown()  # what is no audit cannot be shown as one
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(
-            f"{name} is not an audit ({type(error).__name__}: {error}); give what keepcover audit --predictor FILE --json printed"
-        ) from None
     mine = [row for row in rows if whose.get(row.name) == digest]
     if not mine:
         raise InputError(
@@ -220,23 +206,18 @@ def _audited(given: Any, digest: str) -> list[AuditRow]:
 
 def _watched(given: Any, digest: str) -> list[dict[str, Any]]:
     """Reports of monitors of the predictor of this digest."""
-    if isinstance(given, Monitor):
-        given = given.to_dict()
-    found, name = _content(given, "of a monitor")
-    reports: list[Any] = [None]
-    if "off" in found:  # what the service says
-        if found["off"]:
-            raise InputError(f"{name}: the service has no monitor: {found['off']}")
-        reports = found.get("levels") or reports
-    else:
-        reports = [Monitor.from_dict(found).report() if "outcomes" in found else found]
-    try:
+    found, name = _content(given.to_dict() if isinstance(given, Monitor) else given, "of a monitor")
+    if found.get("off"):
+        raise InputError(f"{name}: the service has no monitor: {found['off']}")
+    advice = "give Monitor.to_dict or what /v1/monitor says"
+    reports: list[Any] = [found]
+    with refusing(f"{name} is not the state of a monitor", advice=advice):
+        if "off" in found:  # what the service says
+            reports = found["levels"] or [None]
+        elif "outcomes" in found:
+            reports = [Monitor.from_dict(found).report()]
         sections.production(reports).markdown()  # what is no report cannot be shown as one
         json.dumps(reports, allow_nan=False)
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
-        raise InputError(
-            f"{name} is not the state of a monitor ({type(error).__name__}: {error}); give Monitor.to_dict or what /v1/monitor says"
-        ) from None
     if any(report.get("predictor") != digest for report in reports):
         raise InputError(f"{name} watches another predictor, or this one before it was renewed")
     return reports
@@ -247,20 +228,19 @@ def _moved(predictor: Predictor, data: Any) -> list[Moved]:
     first = next(iter(batches(predictor.checked(data), size=SHOWN)), None)
     if first is None or len(first) == 0:
         raise InputError("expected some inputs to show epsilon on, got none")
-    images, labels = first.images[:SHOWN].cpu(), None if first.labels is None else first.labels[:SHOWN].cpu()
+    images, labels = first.images[:SHOWN].cpu(), first.labels
     smoother, promise = predictor.smoother, predictor.guarantee
-    units = None if smoother is None else smoother.input_scale
-    norm, radius, stream = get_norm(str(promise.threat.norm)), promise.epsilon, Stream(fresh_seed(), "attack")
-    generator = torch.Generator().manual_seed(stream.seed % 2**63)
-    move = norm.random(images, radius, generator)
+    units = smoother and smoother.input_scale
+    norm, stream = get_norm(str(promise.threat.norm)), Stream(fresh_seed(), "attack")
+    move = norm.random(images, promise.epsilon, torch.Generator().manual_seed(stream.seed % 2**63))
     if units is not None:
         move = move.double() * torch.tensor(units, dtype=torch.float64)
     versions = {"moved at random": images + move.to(images.dtype)}
-    if smoother is not None and labels is not None and promise.certified and radius > 0:
-        versions["attacked"] = _attacked(predictor, images, labels)
-    seen: list[Any] = [None] * len(images)
+    if smoother is not None and labels is not None and promise.certified and promise.epsilon > 0:
+        versions["attacked"] = _attacked(predictor, images, labels[:SHOWN].cpu())
+    seen: Any = [None] * len(images)
     if promise.certified and picturable(images) and units is None:
-        seen = list(predictor.noise.noisy(images, stream, torch.arange(len(images)), range(1))[:, 0])
+        seen = predictor.noise.noisy(images, stream, torch.arange(len(images)), range(1))[:, 0]
     return [
         Moved(image, {name: some[i] for name, some in versions.items()}, norm, units, seen[i])
         for i, image in enumerate(images)

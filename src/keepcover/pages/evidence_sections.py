@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +13,29 @@ from keepcover.attacks.audit import AuditRow
 from keepcover.guarantee import Guarantee
 from keepcover.noise import Noise, get_norm
 from keepcover.noise.norms import Norm
+from keepcover.pages.audit_page import audit_section
 from keepcover.pages.report import Cell, Example, Section, Table
-from keepcover.pages.sections import audit_table, picturable
+from keepcover.pages.sections import picturable
 from keepcover.prediction import Predictor
 
+Monitors = Sequence[Mapping[str, Any]]  # their reports
 MOST_FEATURES = 30
 NEVER = (
     "What was done to the network before calibration: the promise holds for the network as it is, and a poor one has large sets.",
     "Those who can write to this machine: checksums refuse a file that was altered, and are no signature.",
     "Anything but misses: not which wrong labels a set holds, not confidentiality, not fairness, not availability.",
 )
+SITUATIONS = {
+    "the alarm on the promise": "Take sets as unpromised and let people decide. Find what changed. Label a fresh random sample, not "
+    "the cases that raised the alarm; keepcover recalibrate --how replace; put the new file and a new monitor in place.",
+    "the alarm on queries alone": "No breach: queries differ from those before. Look at them, label a random sample and compare "
+    "its coverage; recalibrate if the population has changed, look for an attack if it has not.",
+    "an audit says violated": "Do not deploy. Check every assumption above, first that all data are of one kind; audit on fresh data.",
+    "a set that holds everything": "It is right and says nothing: ask a person or take the safe action. Where most sets are so, "
+    "keepcover check says what would help: another sigma, more draws, a denoiser, training under noise, a smaller epsilon.",
+    "an empty set": "It counts as a miss: no label fits. Hand the case to a person; look for queries that are unlike the data.",
+    "a file, model or input that is refused": "Answer nothing in its place. Load the model that was calibrated, or calibrate again.",
+}
 
 
 @dataclass(frozen=True)
@@ -64,8 +77,8 @@ class Moved:
 def threat(promise: Guarantee, noise: Noise) -> Section:
     """Who attacks, with what knowledge, how far."""
     if not promise.certified:
-        words = f"None is defended against: {promise.method} promises something for clean queries only."
-        return Section("Threat model", words)
+        none = f"None is defended against: {promise.method} promises something for clean queries only."
+        return Section("Threat model", none)
     secret = "nothing" if noise.deterministic else "the noise that is drawn for the query, after the attack"
     rows = [
         ["goal", "that the set misses the truth"],
@@ -93,7 +106,7 @@ def meaning(predictor: Predictor, moved: Sequence[Moved]) -> Section:
         rows.append([f"feature {at}, alone", f"{promise.epsilon * unit:.4g} in its own unit"])
     examples = [one.example(at) for at, one in enumerate(moved, 1) if picturable(one.image[None])]
     text = "What an attack within epsilon can change. The promise is for every such change, not only for those that are shown."
-    note = "" if examples or not moved else "These inputs are no pictures; the numbers say how far they may move."
+    note = "" if examples else "These inputs are no pictures; the numbers say how far they may move."
     if not moved:
         note = "No inputs were given to show it on: keepcover evidence --data DATA."
     table = Table(["how it is spent", "amount"], rows, facts=True)
@@ -115,152 +128,101 @@ def calibration(predictor: Predictor) -> Section:
     """Where thresholds come from: every batch with its hashes."""
     used, rows = predictor.provenance["of"], []
     for at, entry in enumerate(predictor.history):
-        rows.append(
-            [
-                f"{at}: {entry['how']}, {entry['created']}",
-                f"{entry['points']}" + (f", {entry['unknown']} without a known label" if entry["unknown"] else ""),
-                "yes" if at in used else "no",
-                entry.get("data", "not named"),
-                entry.get("data_sha256", "not kept: calibrated from Python"),
-                entry["scores"],
-            ]
-        )
+        points = f"{entry['points']}" + (f", {entry['unknown']} without a known label" if entry["unknown"] else "")
+        data = [entry.get("data", "not named"), entry.get("data_sha256", "not kept: calibrated from Python")]
+        batch = f"{at}: {entry['how']}, {entry['created']}"
+        rows.append([batch, points, "yes" if at in used else "no", *data, entry["scores"]])
     head = ["batch", "points", "in use", "data", "SHA-256 of the data", "SHA-256 of the scores"]
-    text = (
-        f"{predictor.items.points} points are in use; {predictor.holdout_size} more were set aside for tuning. The file holds "
-        "their scores, never the points."
-    )
+    points, held = predictor.items.points, predictor.holdout_size
+    text = f"{points} points are in use; {held} more were set aside for tuning. The file holds their scores, never the points."
     return Section("Calibration data", text, Table(head, rows, facts=True))
 
 
 def audits(rows: Sequence[AuditRow]) -> Section:
     if not rows:
-        return Section(
-            "Audits", "None was given: keepcover audit --predictor FILE ... --out FOLDER attacks this predictor."
-        )
-    return Section(
-        "Audits",
-        f"{len(rows)} observations of this predictor, clean and attacked.",
-        audit_table(rows),
-        note="The p-value is the probability of covering this few inputs or fewer if the promise held, the luck of calibration "
-        "included; below 0.001 a promise counts as violated. An audit can find a broken promise; it proves none.",
-    )
+        words = "None was given: keepcover audit --predictor FILE ... --out FOLDER attacks this predictor."
+        return Section("Audits", words)
+    return audit_section(rows, "Audits", f"{len(rows)} observations of this predictor, clean and attacked.")
 
 
-def production(monitors: Sequence[Mapping[str, Any]]) -> Section:
+def production(monitors: Monitors) -> Section:
     """What monitors have seen."""
     if not monitors:
         return Section("In production", "No monitor was given: keepcover.monitor, or GET /v1/monitor of the service.")
     rows = []
     for one in monitors:
         for kind, counted in (("promise", ("outcomes", "misses")), ("queries", ("queries",))):
-            own = one[kind]
-            since = None if own["since"] is None else time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(own["since"]))
-            state = Cell("quiet", "good") if since is None else Cell(f"alarm since {since}", "bad")
+            own, state = one[kind], Cell("quiet", "good")
+            if own["since"] is not None:
+                state = Cell(time.strftime("alarm since %Y-%m-%d %H:%M UTC", time.gmtime(own["since"])), "bad")
             seen = ", ".join(f"{own[name]:,} {name}" for name in counted)
             level = f"{kind}, alpha {one['alpha']:g}, epsilon {one['epsilon']:g}"
             rows.append([level, state, seen, f"{own['evidence']:.4g}", f"{own['alarm_at']:.4g}"])
-    return Section(
-        "In production",
-        "Labels are tested against what is promised, queries against those before them. Quiet is no proof: it says that what "
-        "was counted does not contradict the promise.",
-        Table(["watched", "state", "counted", "evidence", "alarm at"], rows),
-    )
+    text = "Labels are tested against the promise, queries against those before them. Quiet is no proof: nothing contradicts it so far."
+    return Section("In production", text, Table(["watched", "state", "counted", "evidence", "alarm at"], rows))
 
 
 def budgets(promise: Guarantee) -> Section:
     """What the promise has room for, and what not."""
     said = {clause.keyword for clause in promise.promise.clauses}
     rows = [
-        [name.replace("_", " "), Cell("yes", "good") if name in said else Cell("no"), words]
+        [name.replace("_", " "), Cell("yes", "good") if name in said else "no", words]
         for name, words in promise.promise.budgets.items()
     ]
     text = "What may have gone wrong before or since calibration without breaking the promise."
-    return Section(
-        "Poisoning and drift", text, Table(["budget", "there is one", "what it allows for"], rows, facts=True)
-    )
+    table = Table(["budget", "there is one", "what it allows for"], rows, facts=True)
+    return Section("Poisoning and drift", text, table)
 
 
 def uncovered(promise: Guarantee) -> Section:
     """What must not be read into the promise."""
-    said = {clause.keyword for clause in promise.promise.clauses}
-    reach = [
-        f"Attacks beyond {promise.threat.reach}, and changes that this does not measure: another photograph, a rotation, a new object."
-        if promise.certified
-        else f"Attacks of any kind: {promise.method} promises nothing under attack."
-    ]
-    if promise.certified and not promise.threat.noise.deterministic:
-        reach.append(
-            "An attacker who can read, guess or set the noise of a query, or keeps the best of many answers to it."
-        )
-    without = [f"{words[0].upper()}{words[1:]}." for name, words in promise.promise.budgets.items() if name not in said]
-    return Section("What is not covered", points=[*reach, *without, *NEVER])
+    said, reach = {clause.keyword for clause in promise.promise.clauses}, promise.threat.reach
+    points = [f"Attacks of any kind: {promise.method} promises nothing under attack."]
+    if promise.certified:
+        others = "another photograph, a rotation, a new object"
+        points = [f"Attacks beyond {reach}, and changes that this does not measure: {others}."]
+        if not promise.threat.noise.deterministic:
+            points.append(
+                "An attacker who can read, guess or set the noise of a query, or keeps the best of many answers to it."
+            )
+    points += [f"{words[0].upper()}{words[1:]}." for name, words in promise.promise.budgets.items() if name not in said]
+    return Section("What is not covered", points=[*points, *NEVER])
 
 
-def situations(
-    predictor: Predictor, rows: Sequence[AuditRow], monitors: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[str, str]]:
+def _fired(monitors: Monitors) -> set[str]:
+    """Which alarms are raised."""
+    return {kind for one in monitors for kind in ("promise", "queries") if one[kind]["since"] is not None}
+
+
+def situations(predictor: Predictor, rows: Sequence[AuditRow], monitors: Monitors) -> dict[str, str]:
     """What may happen and what to do then; what is the case now says so."""
-    fired = {kind for one in monitors for kind in ("promise", "queries") if one[kind]["since"] is not None}
-    full = any(one.full for one in predictor.levels.values())
-
-    def now(name: str, holds: bool) -> str:
-        return f"{name} (the case now)" if holds else name
-
-    yield (
-        now("the alarm on the promise", "promise" in fired),
-        "Take sets as unpromised from now on and let people decide. Find what changed. Label a fresh random sample, not the cases "
-        "that raised the alarm; keepcover recalibrate --how replace; put the new file and a new monitor in place.",
-    )
-    yield (
-        now("the alarm on queries alone", "queries" in fired),
-        "No breach: queries differ from those before. Look at them, label a random sample and compare its coverage; recalibrate "
-        "if the population has changed, look for an attack if it has not.",
-    )
-    yield (
-        now("an audit says violated", any(row.verdict == "violated" for row in rows)),
-        "Do not deploy. Check every assumption above, first that calibration and test data are of one kind; audit again on "
-        "fresh data.",
-    )
-    yield (
-        now("a set that holds everything", full),
-        "It is right and says nothing: hand the case to a person or take the safe action. Where most sets are so, keepcover check "
-        "says what would help: another sigma, more draws, a denoiser, training under noise, a smaller epsilon.",
-    )
-    yield (
-        "an empty set",
-        "It counts as a miss: no label fits the query. Hand the case to a person; look for queries that are unlike the data.",
-    )
-    yield (
-        "a file, model or input that is refused",
-        "Answer nothing in its place. Load the model that was calibrated, or calibrate again.",
-    )
+    fired = _fired(monitors)
+    now = {
+        "the alarm on the promise": "promise" in fired,
+        "the alarm on queries alone": "queries" in fired,
+        "an audit says violated": any(row.verdict == "violated" for row in rows),
+        "a set that holds everything": any(one.full for one in predictor.levels.values()),
+    }
+    return {f"{name} (the case now)" if now.get(name) else name: words for name, words in SITUATIONS.items()}
 
 
-def advice(predictor: Predictor, rows: Sequence[AuditRow], monitors: Sequence[Mapping[str, Any]]) -> Section:
-    lines = [list(one) for one in situations(predictor, rows, monitors)]
+def advice(predictor: Predictor, rows: Sequence[AuditRow], monitors: Monitors) -> Section:
+    lines = [list(one) for one in situations(predictor, rows, monitors).items()]
     return Section("What to do", table=Table(["where there is", "do this"], lines, facts=True))
 
 
-def verdict(predictor: Predictor, rows: Sequence[AuditRow], monitors: Sequence[Mapping[str, Any]]) -> str:
+def verdict(predictor: Predictor, rows: Sequence[AuditRow], monitors: Monitors) -> str:
     """What is known in two sentences; never more than that."""
-    said = []
-    broken = [row for row in rows if row.verdict == "violated"]
+    audited, watched = "The promise has not been audited here.", "What happens in production was not given."
+    broken, fired = [row for row in rows if row.verdict == "violated"], _fired(monitors)
     if broken:
-        said.append(f"An audit found a promise violated: {broken[0].attack} at {broken[0].radius:g}.")
+        audited = f"An audit found a promise violated: {broken[0].attack} at {broken[0].radius:g}."
     elif rows:
-        held = [row for row in rows if row.promised]
-        said.append(f"{len(held)} audited observations are consistent with the promise.")
-    else:
-        said.append("The promise has not been audited here.")
-    if any(one["promise"]["since"] is not None for one in monitors):
-        said.append("In production an alarm is raised: misses are more frequent than promised.")
-    elif any(one["queries"]["since"] is not None for one in monitors):
-        said.append("In production queries have changed, which is a warning and no breach.")
+        audited = f"{sum(row.promised for row in rows)} audited observations are consistent with the promise."
+    if "promise" in fired:
+        watched = "In production an alarm is raised: misses are more frequent than promised."
+    elif fired:
+        watched = "In production queries have changed, which is a warning and no breach."
     elif monitors:
-        said.append(f"In production {sum(one['promise']['outcomes'] for one in monitors):,} outcomes raise no alarm.")
-    else:
-        said.append("What happens in production was not given.")
-    if predictor.warning is not None:
-        said.append(f"Note: {predictor.warning}.")
-    return " ".join(said)
+        watched = f"In production {sum(one['promise']['outcomes'] for one in monitors):,} outcomes raise no alarm."
+    return f"{audited} {watched}" + ("" if predictor.warning is None else f" Note: {predictor.warning}.")

@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from keepcover.errors import InputError, install
+from keepcover.errors import optional
 from keepcover.files import make_folder, write_file
 
 # Six colours that readers with any of the three colour blindnesses tell apart, on white and on the dark page.
@@ -25,45 +27,21 @@ CERTIFIED, VANILLA = COLORS[:2]
 INK, SOFT, PAPER = "#1c2430", "#566070", "#ffffff"
 MARKERS = "osD^vPX"  # one more than colours, so that both repeat together only after 42 lines
 GUIDE = {"color": INK, "lw": 1, "ls": ":"}
-_VARIABLES = {
-    "#000000": "currentColor",
-    INK: "currentColor",
-    SOFT: "var(--soft)",
-    PAPER: "var(--card)",
-    **{c: f"var(--c{i})" for i, c in enumerate(COLORS)},
-}
-STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.alpha": 0.2,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "keepcover",
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    **dict.fromkeys(
-        ("grid.color", "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
-    ),
-}
+_VARIABLES = {"#000000": "currentColor", INK: "currentColor", SOFT: "var(--soft)", PAPER: "var(--card)"}
+_VARIABLES |= {color: f"var(--c{i})" for i, color in enumerate(COLORS)}
+STYLE: dict[Any, Any] = {"font.size": 10, "grid.alpha": 0.2, "svg.fonttype": "path", "svg.hashsalt": "keepcover"}
+STYLE |= {"axes.grid": True, "axes.axisbelow": True}
+STYLE |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False)
+STYLE |= {f"{part}color": INK for part in ("grid.", "text.", "axes.label", "axes.edge", "xtick.", "ytick.")}
 
 
-def _pyplot() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise InputError(f"figures need matplotlib: {install('report')}") from None
-    mpl.use("Agg", force=False)
-    import matplotlib.pyplot as plt
+def subplots(rows: int = 1, columns: int = 1, figsize: Any = None, layout: Any = None, **how: Any) -> tuple[Any, Any]:
+    """A figure in the house's style and its axes."""
+    optional("matplotlib", "figures need matplotlib", "report").rcParams.update(STYLE)
+    from matplotlib.figure import Figure
 
-    plt.rcParams.update(STYLE)
-    return plt
-
-
-def subplots(rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
-    """A figure in the house's style and its axes; pyplot forgets it, so that it is freed after use."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(rows, columns, **options)
-    plt.close(figure)
-    return figure, axes
+    figure = Figure(figsize, layout=layout)
+    return figure, figure.subplots(rows, columns, **how)
 
 
 # -- the forms of a figure ---------------------------------------------------------------------------------------------
@@ -118,21 +96,17 @@ def adaptive_svg(figure: Any, name: str) -> str:
 
 def write_files(figure: Any, folder: Path, name: str) -> list[Path]:
     """``name.svg`` and ``name.png`` in a folder, each written whole or not at all."""
-    make_folder(folder)
-    paths = [folder / f"{name}.svg", folder / f"{name}.png"]
-    for path, content in zip(paths, (svg(figure).encode(), png(figure)), strict=True):
+    made = {make_folder(folder) / f"{name}.svg": svg(figure).encode(), folder / f"{name}.png": png(figure)}
+    for path, content in made.items():
         write_file(path, content)
-    return paths
+    return [*made]
 
 
 def pixels(image: Tensor) -> bytes:
     """An image [1, 3 or 4, height, width] in [0, 1] as PNG, one pixel each, as it is: 0 is black."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise InputError(f"pictures need Pillow: {install('report')}") from None
-    values, buffer = (image.detach().cpu().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy(), io.BytesIO()
-    Image.fromarray(values[..., 0] if values.shape[2] == 1 else values).save(buffer, "PNG")
+    pil, buffer = optional("PIL.Image", "pictures need Pillow", "report"), io.BytesIO()
+    values = (image.detach().cpu().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+    pil.fromarray(values[..., 0] if values.shape[2] == 1 else values).save(buffer, "PNG")
     return buffer.getvalue()
 
 
@@ -158,6 +132,13 @@ def _legend(figure: Any, certified: Mapping[str, bool], words: str) -> None:
     """The names below; the words say how certified lines are drawn, where there are others."""
     title = words if len(set(certified.values())) > 1 else None
     figure.legend(fontsize=8, loc="outside lower center", ncols=2, title=title, title_fontsize=8)
+
+
+def _patches(figure: Any, looks: Mapping[str, Mapping[str, Any]], **options: Any) -> None:
+    """What colours mean, in a line outside the axes."""
+    from matplotlib.patches import Patch
+
+    figure.legend(handles=[Patch(label=name, **look) for name, look in looks.items()], ncols=4, **options)
 
 
 def in_groups(curves: Mapping[str, Curve]) -> list[dict[str, Curve]]:
@@ -210,12 +191,10 @@ def size_against_coverage(points: Mapping[str, Curve], alpha: float, certified: 
     sizes = [size for ((_, size, *_),) in points.values()]
     axis.set(xlabel=f"coverage, clean (dotted: {1 - alpha:g})", ylabel="mean set size")
     if max(sizes) > 8 * max(min(sizes), 1e-9):  # a logarithmic axis that says 1, 2, 5, 10 and not powers of ten
-        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
         axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("")
     else:
         axis.set_ylim(0, None)
     _legend(figure, certified, "filled: certified; hollow: not")
@@ -257,22 +236,14 @@ def clean_and_attacked(
             axis.set(xlabel="mean set size", xlim=(0, 1.16 * (max(drawn) or 1)))
             continue
         axis.axvline(1 - alpha, color=INK, lw=1, ls="--")
-        box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1}
-        where, words = (1 - alpha, len(rows) - 0.45), f"{1 - alpha:.0%} promised"
-        axis.text(*where, words, fontsize=8, ha="center", va="bottom", bbox=box)
+        words: dict[str, Any] = {"s": f"{1 - alpha:.0%} promised", "fontsize": 8, "ha": "center", "va": "bottom"}
+        axis.text(1 - alpha, len(rows) - 0.45, bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1}, **words)
         # Where every method stays high the differences are what matters, and the axis says where it begins.
         start = 0.75 if min(drawn) > 0.8 else 0.0
         axis.set(xlabel="coverage" + f" (axis from {start:g})" * (start > 0), xlim=(start, 1.14 - 0.14 * start))
-    from matplotlib.patches import Patch
-
-    looks = {
-        "certified": (CERTIFIED, 1),
-        "not certified": (VANILLA, 1),
-        "pale: clean": (SOFT, 0.45),
-        "full: attacked": (SOFT, 1),
-    }
-    handles = [Patch(color=color, alpha=opacity, label=name) for name, (color, opacity) in looks.items()]
-    figure.legend(handles=handles, ncols=4, loc="outside upper center", fontsize=8, columnspacing=0.9, handlelength=1)
+    looks = {"certified": {"color": CERTIFIED}, "not certified": {"color": VANILLA}}
+    looks |= {"pale: clean": {"color": SOFT, "alpha": 0.45}, "full: attacked": {"color": SOFT}}
+    _patches(figure, looks, loc="outside upper center", fontsize=8, columnspacing=0.9, handlelength=1)
     return figure
 
 
@@ -306,4 +277,73 @@ def coverage_by_class(names: Sequence[str], shares: Sequence[tuple[float, float,
     short = [name if len(name) <= 24 else name[:23] + "…" for name in names]
     axis.set(xlabel="coverage", xlim=(min(low) - 0.02, 1.01), ylim=(-0.7, len(names) - 0.3))
     axis.set_yticks(positions, short, fontsize=8)
+    return figure
+
+
+# -- scenes and intervals ----------------------------------------------------------------------------------------------
+
+# On a dim grey scene, and far apart in brightness, so that any eye tells them apart.
+CERTAIN, POSSIBLE, EXCLUDED, TRUTH = "#e02d1f", "#ffd43b", "#707070", "#00c8ff"
+
+
+def shaded(
+    image: Float[Tensor, "c h w"], certain: Bool[Tensor, "h w"], possible: Bool[Tensor, "h w"]
+) -> Float[Tensor, "3 h w"]:
+    """A scene whose excluded pixels are grey and dim, whose possible ones are yellow and whose certain ones are red.
+
+    Example:
+        >>> sure, maybe = torch.tensor([[True, False, False]]), torch.tensor([[True, True, False]])
+        >>> (10 * shaded(torch.ones(3, 1, 3), sure, maybe)[:, 0].T).round().int().tolist()
+        [[9, 2, 1], [10, 8, 2], [5, 5, 5]]
+    """
+    grey = image.detach().float().clamp(0, 1).mean(dim=0)
+    found = 0.5 * grey.expand(3, -1, -1)
+    for mask, color in ((possible, POSSIBLE), (certain, CERTAIN)):
+        paint = found.new_tensor([int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)])[:, None, None]
+        found = torch.where(mask.to(found.device), paint * (0.45 + 0.55 * grey), found)
+    return found
+
+
+def scenes_figure(
+    rows: Sequence[Sequence[tuple[Tensor, Tensor | None]]], names: Sequence[str], said: Sequence[str] = ()
+) -> Any:
+    """Scenes and what is known of them, a row each.
+
+    Args:
+        rows: (image [1 or 3, height, width], where the truth is, or None for no outline) of every panel.
+        names: of the columns.
+        said: of every row.
+    """
+    height, width = rows[0][0][0].shape[1:]
+    shape = (2.7 * len(names), 2.7 * height / width * len(rows) + 0.6)
+    figure, axes = subplots(len(rows), len(names), figsize=shape, squeeze=False, layout="constrained")
+    for line, row in zip(axes, rows, strict=True):
+        for axis, (image, truth) in zip(line, row, strict=True):
+            axis.imshow(image.detach().cpu().float().clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0).numpy())
+            if truth is not None and bool(truth.any()):
+                axis.contour(truth.cpu().numpy(), levels=[0.5], colors=[TRUTH], linewidths=1)
+            axis.set_axis_off()
+    for axis, name in zip(axes[0], names, strict=True):
+        axis.set_title(name, fontsize=10)
+    for line, words in zip(axes, said, strict=False):
+        line[0].text(-0.03, 0.5, words, rotation=90, ha="right", va="center", transform=line[0].transAxes)
+    looks = {"certain": {"color": CERTAIN}, "possible": {"color": POSSIBLE}, "excluded": {"color": EXCLUDED}}
+    looks |= {"truth": {"facecolor": "none", "edgecolor": TRUTH}}
+    _patches(figure, looks, loc="outside lower center", fontsize=9)
+    return figure
+
+
+def sorted_intervals(ends: Tensor, truth: Tensor) -> Any:
+    """Intervals [n, 2] side by side in their order, with the truth as a dot, red where it is missed; infinite ends reach the frame."""
+    figure, axis = subplots(figsize=(2 * WIDTH, 3.0), layout="constrained")
+    finite = torch.cat([ends[ends.isfinite()], truth])
+    low, high = float(finite.min()), float(finite.max())
+    room = 0.05 * (high - low or 1.0)
+    at = range(len(ends))
+    shown = ends.nan_to_num(nan=torch.nan, neginf=low - 2 * room, posinf=high + 2 * room)
+    axis.vlines(at, shown[:, 0], shown[:, 1], color=CERTIFIED, lw=max(0.8, min(4.0, 240 / len(ends))), alpha=0.45)
+    held = (ends[:, 0] <= truth) & (truth <= ends[:, 1])
+    for which, color, marker in ((held, CERTIFIED, "."), (~held, VANILLA, "x")):
+        axis.plot(which.nonzero()[:, 0], truth[which], marker, color=color, ms=5)
+    axis.set(xlabel="points, by length", ylabel="value", xticks=[], ylim=(low - room, high + room))
     return figure

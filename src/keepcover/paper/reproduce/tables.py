@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from keepcover.evaluation import Entry
 from keepcover.methods import get_method
@@ -66,10 +67,8 @@ class Origin:
     @property
     def weights(self) -> str:
         """The name of the base weights."""
-        if self.network:
-            return self.network
         network = "resnet50" if self.dataset == "imagenet" else "resnet110"
-        return f"{self.dataset}-{network}-sigma{self.trained or self.sigma:g}"
+        return self.network or f"{self.dataset}-{network}-sigma{self.trained or self.sigma:g}"
 
 
 def head_name(base: str, kind: str, epsilon: float) -> str:
@@ -102,62 +101,57 @@ class Setting:
     sigma: float
     epsilon: float
 
+    @property
+    def place(self) -> str:
+        return f"sigma {self.sigma:g}, epsilon {self.epsilon:g}"
+
+    def origin(self, head: str = "base", network: str = "") -> Origin:
+        epsilon = 0.0 if head in ("base", "conftr") else self.epsilon
+        return Origin(self.dataset, self.sigma, head, epsilon, network=network)
+
     def cell(
-        self,
-        row: str,
-        column: str,
-        method: str,
-        score: str = "hps",
-        *,
-        transform: PTT | None = None,
-        head: str = "base",
-        draws: int = 256,
-        calibration_draws: int | None = None,
-        attacked: bool = False,
+        self, row: str, column: str, method: str, score: str = "hps", head: str = "base", hit: bool = False, **how: Any
     ) -> Cell:
-        """A method as the paper runs it: without a transform unless one is given, which methods that compare ignore."""
-        known = get_method(method)
+        """A method as the paper runs it: 256 draws, and no transform unless one is given, which methods that compare ignore."""
+        transform, known = how.pop("transform", None), get_method(method)
         chosen = known if known.compares_only else get_method(known, transform=transform)
-        entry = Entry(chosen, self.epsilon, draws, calibration_draws, task=Classification(score))
-        origin = Origin(self.dataset, self.sigma, head, 0.0 if head in ("base", "conftr") else self.epsilon)
-        return Cell(row, column, origin, entry, attacked)
+        entry = Entry(chosen, self.epsilon, **{"draws": 256, **how}, task=Classification(score))
+        return Cell(row, column, self.origin(head), entry, hit)
 
     def trainings(self, column: str, method: str, score: str = "hps", attacked: bool = False) -> Iterator[Cell]:
         """The paper's rows: nothing, PTT, PTT + RCT, which it does not have for ImageNet."""
         for row, transform, head in TRAININGS[: 2 if self.dataset == "imagenet" else 3]:
-            yield self.cell(row, column, method, score, transform=transform, head=head, attacked=attacked)
+            yield self.cell(row, column, method, score, head, attacked, transform=transform)
 
-    def beyond(self, column: str, score: str = "hps", head: str = "base", attacked: bool = False) -> Iterator[Cell]:
+    def beyond(self, column: str, score: str = "hps", attacked: bool = False) -> Iterator[Cell]:
         for row, method, draws, calibration in BEYOND:
-            own = self.cell(row, column, method, score, draws=draws, calibration_draws=calibration, head=head)
-            yield replace(own, attacked=attacked)
+            how = {"draws": draws, "calibration_draws": calibration}
+            yield self.cell(row, column, method, score, hit=attacked, **how)
+
+    def exact(self, row: str, origin: Origin) -> Iterator[Cell]:
+        """The exact certificates of another origin in a row of their own, by draws."""
+        for cell in self.beyond(""):
+            if cell.row.startswith("exact"):
+                yield replace(cell, row=row, column=f"{cell.row}, {self.place}", origin=origin)
 
 
 CIFAR10, CIFAR100 = Setting("cifar10", 0.25, 0.125), Setting("cifar100", 0.25, 0.125)
 IMAGENET = Setting("imagenet", 0.5, 0.25)
 
 
-def _rscp_plus() -> Iterator[Cell]:
+def _rscp_plus(bernstein: str, settings: dict[str, Setting]) -> Iterator[Cell]:
     for score in SCORES:
-        for setting, name in ((CIFAR10, "CIFAR-10"), (CIFAR100, "CIFAR-100")):
-            column = f"{name} {score.upper()}"
+        for name, setting in settings.items():
+            column = f"{name}{score.upper()}"
             yield from setting.trainings(column, HOEFFDING, score)
-            yield setting.cell("PTT, Bernstein", column, BERNSTEIN, score, transform=STEEP)
+            yield setting.cell(bernstein, column, BERNSTEIN, score, transform=STEEP)
             yield from setting.beyond(column, score)
 
 
-def _rscp_plus_imagenet() -> Iterator[Cell]:
-    for score in SCORES:
-        yield from IMAGENET.trainings(score.upper(), HOEFFDING, score)
-        yield IMAGENET.cell("PTT + Bernstein", score.upper(), BERNSTEIN, score, transform=STEEP)
-        yield from IMAGENET.beyond(score.upper(), score)
-
-
-def _by_draws(setting: Setting, rows: dict[str, str], least: int, most: int) -> Iterator[Cell]:
+def _by_draws(setting: Setting, rows: dict[str, str], *many: int) -> Iterator[Cell]:
     for row, method in rows.items():
-        for draws in (128 * 2**k for k in range(6)):
-            if least <= draws <= most:
-                yield setting.cell(row, f"N = {draws}", method, transform=STEEP, draws=draws)
+        for draws in many:
+            yield setting.cell(row, f"N = {draws}", method, transform=STEEP, draws=draws)
 
 
 def _holdout_added(setting: Setting) -> Iterator[Cell]:
@@ -191,8 +185,7 @@ def _by_parameter(name: str, *pairs: tuple[float, float]) -> Iterator[Cell]:
 def _ablation() -> Iterator[Cell]:
     for score in reversed(SCORES):
         for row, head in HEADS.items():
-            name = "Baseline" if row == "base" else row
-            yield CIFAR10.cell(name, score.upper(), RSCP, score, head=head, attacked=True)
+            yield CIFAR10.cell("Baseline" if row == "base" else row, score.upper(), RSCP, score, head, hit=True)
         yield from CIFAR10.beyond(score.upper(), score, attacked=True)
 
 
@@ -205,23 +198,20 @@ def _temperature() -> Iterator[Cell]:
 
 def _motivation() -> Iterator[Cell]:
     for column, hit in (("clean", False), ("attacked", True)):
-        vanilla = CIFAR10.cell("Vanilla CP", column, "cp", "aps", draws=1, attacked=hit)
+        vanilla = CIFAR10.cell("Vanilla CP", column, "cp", "aps", hit=hit, draws=1)
         yield replace(vanilla, origin=Origin("cifar10", 0.0, trained=0.25))
-        yield CIFAR10.cell("RSCP", column, RSCP, "aps", attacked=hit)
-        yield CIFAR10.cell("RSCP, PTT + RCT", column, RSCP, "aps", transform=STEEP, head="rct", attacked=hit)
+        yield CIFAR10.cell("RSCP", column, RSCP, "aps", hit=hit)
+        yield CIFAR10.cell("RSCP, PTT + RCT", column, RSCP, "aps", "rct", hit, transform=STEEP)
         yield from CIFAR10.beyond(column, "aps", attacked=hit)
 
 
 def _heads(dataset: str, *pairs: tuple[float, float]) -> Iterator[Cell]:
     """Beyond the paper: certified sizes before and after conformal training, for pairs of (sigma, epsilon)."""
     for setting in (Setting(dataset, *pair) for pair in pairs):
-        place = f"sigma {setting.sigma:g}, epsilon {setting.epsilon:g}"
         for row, head in HEADS.items():
-            for cell in setting.beyond("", head=head):
-                if cell.row.startswith("exact"):
-                    yield replace(cell, row=row, column=f"{cell.row}, {place}")
+            yield from setting.exact(row, setting.origin(head))
             for rule, method, transform in RULES:
-                yield setting.cell(row, f"{rule}, {place}", method, transform=transform, head=head)
+                yield setting.cell(row, f"{rule}, {setting.place}", method, head=head, transform=transform)
 
 
 def _bank() -> Iterator[Cell]:
@@ -230,9 +220,9 @@ def _bank() -> Iterator[Cell]:
     for row, head in names.items():
         for rule, method, transform in RULES:
             if method != HOEFFDING:
-                yield CIFAR10.cell(row, rule, method, transform=transform, head=head)
+                yield CIFAR10.cell(row, rule, method, head=head, transform=transform)
         for draws in (16, 256):
-            yield CIFAR10.cell(row, f"exact, {draws} draws", "exact", draws=draws, head=head)
+            yield CIFAR10.cell(row, f"exact, {draws} draws", "exact", head=head, draws=draws)
 
 
 def _denoised(table: Callable[[], Iterator[Cell]], *sigmas: float) -> Iterator[Cell]:
@@ -246,31 +236,26 @@ def _denoised(table: Callable[[], Iterator[Cell]], *sigmas: float) -> Iterator[C
 def _off_the_shelf(**networks: str) -> Iterator[Cell]:
     """Beyond the paper: such a network under the exact certificate, by draws and radius."""
     for row, network in networks.items():
-        for sigma, epsilon in ((0.25, 0.125), (0.25, 0.25), (0.5, 0.25)):
-            for cell in Setting("imagenet", sigma, epsilon).beyond(""):
-                if cell.row.startswith("exact"):
-                    place = f"{cell.row}, sigma {sigma:g}, epsilon {epsilon:g}"
-                    yield replace(cell, row=row, column=place, origin=Origin("imagenet", sigma, network=network))
+        for pair in ((0.25, 0.125), (0.25, 0.25), (0.5, 0.25)):
+            setting = Setting("imagenet", *pair)
+            yield from setting.exact(row, setting.origin(network=network))
 
 
 WITH_HOEFFDING, WITH_BERNSTEIN = {"PTT, Hoeffding": HOEFFDING}, {"PTT, Bernstein": BERNSTEIN}
-EXACT = {"exact": "exact"}
+EXACT, FEW = {"exact": "exact"}, (128, 256, 512, 1024)
 TWICE = ((0.25, 0.125), (0.5, 0.25), (1.0, 0.5))  # sigma twice epsilon
 OTHER = ((0.125, 0.125), (0.5, 0.125), (1.0, 0.125))
+EACH = {"cifar10": CIFAR10, "cifar100": CIFAR100, "imagenet": IMAGENET}
 
 TABLES: dict[str, Callable[[], Iterator[Cell]]] = {
-    "table1": _rscp_plus,
-    "table2": _rscp_plus_imagenet,
-    "table3": partial(_by_draws, CIFAR10, WITH_HOEFFDING | WITH_BERNSTEIN | EXACT, 256, 4096),
-    "draws-cifar100": partial(_by_draws, CIFAR100, WITH_HOEFFDING | EXACT, 128, 1024),
-    "draws-imagenet": partial(_by_draws, IMAGENET, WITH_BERNSTEIN | EXACT, 128, 1024),
-    "holdout-cifar10": partial(_holdout_added, CIFAR10),
-    "holdout-cifar100": partial(_holdout_added, CIFAR100),
-    "holdout-imagenet": partial(_holdout_added, IMAGENET),
+    "table1": partial(_rscp_plus, "PTT, Bernstein", {"CIFAR-10 ": CIFAR10, "CIFAR-100 ": CIFAR100}),
+    "table2": partial(_rscp_plus, "PTT + Bernstein", {"": IMAGENET}),
+    "table3": partial(_by_draws, CIFAR10, WITH_HOEFFDING | WITH_BERNSTEIN | EXACT, *FEW[1:], 2048, 4096),
+    "draws-cifar100": partial(_by_draws, CIFAR100, WITH_HOEFFDING | EXACT, *FEW),
+    "draws-imagenet": partial(_by_draws, IMAGENET, WITH_BERNSTEIN | EXACT, *FEW),
+    **{f"holdout-{name}": partial(_holdout_added, setting) for name, setting in EACH.items()},
     "conservativeness": _conservativeness,
-    "smoothadv-cifar10": partial(_smoothadv, CIFAR10),
-    "smoothadv-cifar100": partial(_smoothadv, CIFAR100),
-    "smoothadv-imagenet": partial(_smoothadv, IMAGENET),
+    **{f"smoothadv-{name}": partial(_smoothadv, setting) for name, setting in EACH.items()},
     "epsilon": partial(_by_parameter, "epsilon", *TWICE),
     "sigma": partial(_by_parameter, "sigma", OTHER[0], TWICE[0], *OTHER[1:]),
     "ablation": _ablation,
@@ -279,13 +264,9 @@ TABLES: dict[str, Callable[[], Iterator[Cell]]] = {
     "heads-cifar10": partial(_heads, "cifar10", *TWICE, *OTHER),
     "heads-cifar100": partial(_heads, "cifar100", TWICE[0]),
     "bank": _bank,
-}
-TABLES |= {
-    **{
-        f"{name}-5k": partial(_denoised, TABLES[name], 0.5, 0.25)
-        for name in ("table2", "draws-imagenet", "holdout-imagenet")
-    },
-    "smoothadv-imagenet-5k": partial(_denoised, TABLES["smoothadv-imagenet"], 0.5),
     "imagenet-5k": partial(_off_the_shelf, alone=OFF_THE_SHELF, denoised=DENOISED),
     "imagenet-5k-towards": partial(_off_the_shelf, denoised=TOWARDS),
 }
+for _name in ("table2", "draws-imagenet", "holdout-imagenet"):
+    TABLES[f"{_name}-5k"] = partial(_denoised, TABLES[_name], 0.5, 0.25)
+TABLES["smoothadv-imagenet-5k"] = partial(_denoised, TABLES["smoothadv-imagenet"], 0.5)
