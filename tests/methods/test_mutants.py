@@ -34,8 +34,7 @@ from keepcover.methods import (
 )
 from keepcover.methods.bincp import FixedShare, SharpShare
 from keepcover.methods.cas import CalibrationTime
-from keepcover.methods.exact import HullRule, MajorantRule
-from keepcover.methods.one_draw import OneDrawRisk
+from keepcover.methods.exact import HullRule, MajorantRule, OneDrawRisk
 from keepcover.methods.rscp import InflatedRule
 from keepcover.noise import Gaussian, Threat
 from keepcover.promises import Promise, Sample

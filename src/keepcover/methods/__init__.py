@@ -10,9 +10,8 @@ from keepcover.methods.base import Asked, Explanation, Method, Rule, with_option
 from keepcover.methods.bincp import BinCP, BinCPSharp, BinCPThreshold
 from keepcover.methods.cas import CAS, CASTestTime
 from keepcover.methods.cp import SmoothedCP, SplitCP
-from keepcover.methods.exact import RCP1, Auto, Exact, ExactAsymmetric
+from keepcover.methods.exact import RCP1, Auto, Exact, ExactAsymmetric, OneDrawControl
 from keepcover.methods.holdout import Holdout
-from keepcover.methods.one_draw import OneDrawControl
 from keepcover.methods.rscp import RSCP, RSCPPlus
 from keepcover.noise import Noise
 from keepcover.scores import PTT

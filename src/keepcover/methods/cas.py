@@ -11,60 +11,13 @@ import torch
 from torch import Tensor
 
 from keepcover.bounds import bernstein, dkw, hoeffding
-from keepcover.methods.base import Asked, Explanation, Rule
+from keepcover.methods.base import Explanation, Fit
 from keepcover.methods.bincp import Bounded
-from keepcover.methods.holdout import Holdout
-from keepcover.promises import Sample
-from keepcover.scores import PTT, Draws, Steps
+from keepcover.methods.cp import QuantileRule
+from keepcover.scores import PTT, Draws
 
 
-@dataclass(frozen=True)
-class CAS(Bounded):
-    r"""Cdf-aware smoothing of the conformity :math:`s = 1 - S`: attacked means are bounded through the whole cdf.
-
-    The calibration-time form, which the authors run. The mean of a calibration point's s after any attack is at least
-
-    .. math:: \underline{s} = \sum_j (b_{j+1} - b_j)\, down(1 - F_{up}(b_j))
-
-    on the sorted draws :math:`b_j`, :math:`b_0 = 0` and :math:`b_{N+1} = 1`, with :math:`F_{up}` the DKW upper bound of the
-    cdf of s. Include k iff the upper confidence bound of the query's mean is at least the conformal quantile of the
-    :math:`\underline{s}`.
-
-    Proof. But for eta, no :math:`\underline{s}_i` exceeds the worst attacked mean of its point and the query's upper
-    bound is right. Worst attacked means of calibration points and of the clean query are exchangeable, and the attacked
-    query's mean is at least its own. The upper bound is the smaller of Hoeffding's and the empirical Bernstein one (the
-    authors use the latter): n + 2 bounds at eta / (n + K), and K is at least 2.
-    """
-
-    transform: PTT | None = PTT()
-
-    name = "cas"
-    least_draws = 2
-
-    def fit(self, asked: Asked, holdout: Holdout | None = None) -> Rule:
-        return self.rule(asked, self.steps(asked, holdout))
-
-    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> Rule:
-        return CalibrationTime(self, asked, transform, **parameters)
-
-
-@dataclass(frozen=True)
-class CASTestTime(CAS):
-    r"""The test-time form: the upper bound of the attacked mean, for the query alone, against clean means.
-
-    .. math:: \overline{s} = \sum_j (b_{j+1} - b_j)\, up(1 - F_{low}(b_j))
-
-    Include k iff :math:`\overline{s}` is at least the conformal quantile of the calibration means' Hoeffding lower bounds.
-    """
-
-    name = "cas_test_time"
-    least_draws = 1
-
-    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> Rule:
-        return QueryTime(self, asked, transform, **parameters)
-
-
-class CalibrationTime(Rule):
+class CalibrationTime(QuantileRule):
     """Minus an upper bound of the mean conformity, so that small means that the label fits."""
 
     method: CAS
@@ -92,9 +45,6 @@ class CalibrationTime(Rule):
     def statistic(self, true: Draws) -> Tensor:
         return self._through_cdf(true, self.asked.threat.down, -1, self.calibration_draws)
 
-    def threshold_of(self, sample: Sample) -> float:
-        return self.asked.promise.quantile(sample, self.method.miscoverage(self.asked.alpha))
-
     def always_full(self, threshold: float) -> bool:
         return threshold >= -self.least
 
@@ -103,9 +53,7 @@ class CalibrationTime(Rule):
         radius = bernstein(draws.variance, draws.count, self.level).clamp(max=hoeffding(draws.count, self.level))
         return (draws.mean - 1 - radius).clamp(min=-1.0)
 
-    def explain(
-        self, draws: Draws, threshold: Tensor, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
-    ) -> Explanation:
+    def explain(self, draws: Draws, threshold: Tensor, fit: Fit, v: Tensor | None = None) -> Explanation:
         return Explanation.of(-self.test_statistic(draws, v), -threshold, "mean support")
 
 
@@ -121,3 +69,42 @@ class QueryTime(CalibrationTime):
 
     def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
         return self._through_cdf(draws, self.asked.threat.up, 1, self.test_draws)
+
+
+@dataclass(frozen=True)
+class CAS(Bounded):
+    r"""Cdf-aware smoothing of the conformity :math:`s = 1 - S`: attacked means are bounded through the whole cdf.
+
+    The calibration-time form, which the authors run. The mean of a calibration point's s after any attack is at least
+
+    .. math:: \underline{s} = \sum_j (b_{j+1} - b_j)\, down(1 - F_{up}(b_j))
+
+    on the sorted draws :math:`b_j`, :math:`b_0 = 0` and :math:`b_{N+1} = 1`, with :math:`F_{up}` the DKW upper bound of the
+    cdf of s. Include k iff the upper confidence bound of the query's mean is at least the conformal quantile of the
+    :math:`\underline{s}`.
+
+    Proof. But for eta, no :math:`\underline{s}_i` exceeds the worst attacked mean of its point and the query's upper
+    bound is right. Worst attacked means of calibration points and of the clean query are exchangeable, and the attacked
+    query's mean is at least its own. The upper bound is the smaller of Hoeffding's and the empirical Bernstein one (the
+    authors use the latter): n + 2 bounds at eta / (n + K), and K is at least 2.
+    """
+
+    transform: PTT | None = PTT()
+
+    name = "cas"
+    makes = CalibrationTime
+    least_draws = 2
+
+
+@dataclass(frozen=True)
+class CASTestTime(CAS):
+    r"""The test-time form: the upper bound of the attacked mean, for the query alone, against clean means.
+
+    .. math:: \overline{s} = \sum_j (b_{j+1} - b_j)\, up(1 - F_{low}(b_j))
+
+    Include k iff :math:`\overline{s}` is at least the conformal quantile of the calibration means' Hoeffding lower bounds.
+    """
+
+    name = "cas_test_time"
+    makes = QueryTime
+    least_draws = 1

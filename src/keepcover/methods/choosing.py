@@ -28,7 +28,7 @@ def candidates(asked: Asked) -> tuple[ndarray, ndarray]:
 def _hull_sizes(asked: Asked, holdout: Holdout, gamma: float) -> tuple[ndarray, ndarray, ndarray, ndarray]:
     """Estimated set size of every candidate rule, with c, kappa and the index of its threshold."""
     c, kappa = candidates(asked)
-    level = hull_levels(asked.counts, c, kappa, float(asked.promise.level(asked.alpha)), gamma)
+    level = hull_levels(asked.counts, c, kappa, float(asked.level), gamma)
     law = holdout.count_law(asked.per_point)
     missed = law[:, ::-1].cumsum(axis=1)[:, ::-1]  # [t, j]: share of points with at least j draws above t
     n, promise = asked.cell_points, asked.promise
@@ -75,7 +75,7 @@ def best_majorant_rule(
 
 def _smallest_threshold(asked: Asked, law: ndarray, kappa: int, gamma: float, start: int) -> int:
     """The smallest threshold whose majorant fits into alpha on the holdout: gallop from ``start``, then bisect."""
-    level, n, price = asked.promise.level(asked.alpha), asked.cell_points, _price(asked)
+    level, n, price = asked.level, asked.cell_points, _price(asked)
 
     def fits(at: int) -> bool:
         if at == len(law) - 1:
@@ -98,6 +98,6 @@ def _smallest_threshold(asked: Asked, law: ndarray, kappa: int, gamma: float, st
 
 def _price(asked: Asked) -> float:
     """What clauses charge for the top of g, per point and unit, beyond what the marginal promise does."""
-    n, level = asked.cell_points, asked.promise.level(asked.alpha)
+    n, level = asked.cell_points, asked.level
     low, high = (asked.promise.budget(n, level, top) for top in (1.0, 1.25))
     return max(0.0, (low - high) / 0.25 - 1.0) / n if asked.promise.clauses else 0.0

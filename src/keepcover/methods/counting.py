@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from keepcover.bounds import covered_at_most_given
 from keepcover.errors import InputError
-from keepcover.methods.base import Explanation, Method, Rule
+from keepcover.methods.base import Explanation, Fit, Method, Rule, around
 from keepcover.methods.holdout import Holdout
 from keepcover.promises import Sample
 from keepcover.promises.base import smallest
@@ -26,11 +25,16 @@ GAMMAS = (0.25, 0.5, 0.75)
 
 
 class Counting(Method):
-    """What both certificates share as methods."""
+    """What certificates by counting share as methods."""
 
     certified = True
     compares_only = True
     counts = True
+
+
+class Chosen(Counting):
+    """Those that choose how many draws may exceed t, and may let the boundary be randomised."""
+
     uses_holdout = True
     randomize: bool
 
@@ -39,10 +43,12 @@ class Counting(Method):
         """The randomised boundaries to choose among."""
         return (0.0, *GAMMAS) if self.randomize else (0.0,)
 
-    def _held(self, holdout: Holdout | None) -> Holdout:
-        if holdout is None:
-            raise InputError(f"{self.name} chooses its rule on a holdout; give one")
-        return holdout
+
+class Once(Counting):
+    """Those with one draw for everything."""
+
+    draw_rule = "one"
+    needs_concave = True
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,8 @@ class CountRule(Rule):
             raise InputError(
                 f"expected 0 <= kappa < {self.test_draws} draws and 0 <= gamma < 1, got {self.kappa} and {self.gamma}"
             )
+        if self.gamma and isinstance(self.method, Once):
+            raise InputError(f"{self.name} forgives nothing; expected gamma 0, got {self.gamma}")
 
     @property
     def counting(self) -> tuple[int, float]:
@@ -74,22 +82,16 @@ class CountRule(Rule):
     def climb(self, true: Draws, threshold: Tensor) -> Tensor:
         """The (kappa+1)-th largest score of the truth, minus t: above 0 the truth is missed.
 
-        The attacker's number of draws may differ from the rule's, so the position is scaled; a tenth of the draws around it
-        is averaged, because the gradient of a single draw is noise.
+        The attacker's number of draws may differ from the rule's, so the position is scaled.
         """
-        descending = true.values.sort(dim=-1, descending=True).values
-        centre = min(true.count - 1, round((self.kappa + 0.5) / self.test_draws * true.count - 0.5))
-        reach = true.count // 20
-        window = descending[..., max(0, centre - reach) : centre + reach + 1]
-        return window.mean(dim=-1) - threshold.to(window.device).clamp(max=1e30)
+        return around(true, round((self.kappa + 0.5) / self.test_draws * true.count - 0.5), threshold)
 
-    def explain(
-        self, draws: Draws, threshold: Tensor, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
-    ) -> Explanation:
-        n = draws.count
-        least = n - self.kappa - (1 if v is not None and bool((v < self.gamma).all()) else 0)
-        words = "the draw must vote for it" if n == 1 else f"at least {least} of {n} draws must vote for it"
-        return Explanation(1 - draws.above(threshold) / n, torch.tensor(least / n), words)
+    def explain(self, draws: Draws, threshold: Tensor, fit: Fit, v: Tensor | None = None) -> Explanation:
+        forgiven = v is not None and bool((v < self.gamma).all())
+        return Explanation.votes(draws, threshold, self.kappa + forgiven)
+
+    def p_value(self, covered: float, m: int, n: int) -> float:
+        return covered_at_most_given(covered, m, *self.law(n, several=not isinstance(covered, int)))
 
     @abstractmethod
     def holdout_risk(self, law: ndarray) -> ndarray:
@@ -113,7 +115,7 @@ class RiskRule(CountRule):
     @property
     def spends(self) -> Fraction:
         """The level at which the mean loss is controlled."""
-        return self.asked.promise.level(self.asked.alpha)
+        return self.asked.level
 
     @property
     def _rises(self) -> tuple[ndarray, ndarray]:
@@ -142,15 +144,13 @@ class RiskRule(CountRule):
             fits = self._fits(sample.statistic.sum(dim=0), sample.points)
             broken = (~fits).nonzero()
             return float(sample.grid[0 if not len(broken) else min(int(broken[-1]) + 1, len(sample.grid) - 1)])
-        _, rise = self._rises
-        share = torch.ones(len(sample.statistic), dtype=torch.float64)
-        share = share if sample.importance is None else sample.importance.double().to(share.device)
-        points = sample.points if sample.importance is None else float(sample.importance.sum())
-        budget = self._budget(points, sample.own) - float(share.sum()) * self.g[0]
+        share = torch.ones(len(sample.statistic)) if sample.importance is None else sample.importance
+        points = float(share.double().sum())
+        budget = self._budget(points, sample.own) - points * self.g[0]
         if budget < 0:
             return math.inf
         scores, order = sample.statistic.flatten().sort(descending=True)
-        rises = torch.as_tensor(rise, device=scores.device) * share.to(scores.device)[:, None]
+        rises = torch.as_tensor(self._rises[1], device=scores.device) * share.to(scores.device)[:, None]
         # The sum of g over the points minus that of g(0), once t falls below a score.
         spent = rises.flatten()[order].cumsum(dim=0)
         broke = torch.searchsorted(spent, budget, right=True)
@@ -164,17 +164,13 @@ class RiskRule(CountRule):
         n = self.asked.cell_points
         return law @ np.array(self.g) - self._budget(n) / n
 
-    def p_value(self, covered: float, m: int, n: int) -> float:
-        return covered_at_most_given(covered, m, *self.law(n, several=not isinstance(covered, int)))
-
     def supports(self, items: Any, threshold: float) -> bool:
         if threshold == math.inf:
             return True
         own = items.first(self.calibration_draws)
         if own.several:
-            at = (
-                int(torch.searchsorted(own.grid, threshold, right=True)) - 1
-            )  # no more is claimed than at the next one down
+            # No more is claimed than at the next threshold down.
+            at = int(torch.searchsorted(own.grid, threshold, right=True)) - 1
             return bool(self._fits(self.losses(own).sum(dim=0), own.points)[at])
         assert isinstance(own, Items)
         total = float(torch.tensor(self.g, dtype=torch.float64)[own.draws.above(threshold).cpu()].sum())

@@ -14,52 +14,21 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import torch
 from numpy import ndarray
 from torch import Tensor
 
-from keepcover.bounds import (
-    conformal_law,
-    covered_at_most_given,
-    hull_bracket,
-    hull_curve,
-    hull_level,
-    is_majorant,
-    majorant_gap,
-    risk_control_law,
-)
+from keepcover.bounds import hull_bracket, hull_curve, hull_level, is_majorant, majorant_gap, risk_control_law
 from keepcover.errors import InputError
 from keepcover.methods.bands import AllBands
 from keepcover.methods.base import Asked, Method, Rule
 from keepcover.methods.choosing import best_hull_rule, best_majorant_rule
-from keepcover.methods.counting import Counting, CountRule, RiskRule
+from keepcover.methods.counting import Chosen, CountRule, Once, RiskRule
 from keepcover.methods.holdout import Holdout
-from keepcover.methods.one_draw import OneDrawControl
 from keepcover.noise import Noise
 from keepcover.promises import Sample
 from keepcover.scores import Draws, Steps
 from keepcover.tasks import Task
-
-
-@dataclass(frozen=True)
-class Exact(Counting):
-    r"""The hull certificate. :math:`Z` = the (c+1)-th largest of the calibration draws; t = its conformal quantile at
-    :math:`1 - \alpha'`, :math:`\alpha' = \sup\{a : H(a) \le \alpha\}` from :func:`keepcover.bounds.hull_level`.
-
-    Attributes:
-        randomize: let the boundary be randomised: it removes granularity for few draws.
-    """
-
-    randomize: bool = False
-
-    name = "exact"
-
-    def fit(self, asked: Asked, holdout: Holdout | None = None) -> HullRule:
-        held = self._held(holdout)
-        _, c, kappa, gamma = min(best_hull_rule(asked, held, gamma) for gamma in self.gammas)
-        return HullRule(self, asked, kappa=kappa, gamma=gamma, c=c)
-
-    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> HullRule:
-        return HullRule(self, asked, **parameters)
 
 
 @dataclass(frozen=True)
@@ -83,8 +52,7 @@ class HullRule(CountRule):
     @property
     def level(self) -> float:
         """alpha', the conformal level that certifies alpha under attack."""
-        alpha = float(self.asked.promise.level(self.asked.alpha))
-        return hull_level(self.counts, self.c, self.kappa, alpha, self.gamma)
+        return hull_level(self.counts, self.c, self.kappa, float(self.asked.level), self.gamma)
 
     @property
     def least_points(self) -> int:
@@ -102,54 +70,39 @@ class HullRule(CountRule):
             return np.ones(len(law))  # no finite threshold will do
         return law[:, self.c + 1 :].sum(axis=1) - promise.share(n, self.level)
 
-    def _correct_rank(self, n: int) -> int:
-        """The smallest rank a correct rule may use, from the question, c and kappa alone: never from :attr:`level`."""
-        promise = self.asked.promise
-        most = hull_bracket(self.counts, self.c, self.kappa, float(promise.level(self.asked.alpha)), self.gamma)[1]
-        return promise.rank(n, Fraction(most))
+    def correct_rank(self, n: int) -> int:
+        """From the question, c and kappa alone: never from :attr:`level`."""
+        most = hull_bracket(self.counts, self.c, self.kappa, float(self.asked.level), self.gamma)[1]
+        return self.asked.promise.rank(n, Fraction(most))
 
-    def law(self, n: int, several: bool = False) -> tuple[ndarray, ndarray]:
+    def worst_miss(self, clean: ndarray) -> ndarray:
         """Given t, P[Z > t] is beta distributed around alpha', and a query is missed with probability at most H of it."""
         corners = hull_curve(self.counts, self.c, self.kappa, self.gamma)
-        moved = self.asked.promise.moved
-        return conformal_law(
-            n, self.sure(self._correct_rank(n), n), lambda clean: np.minimum(np.interp(clean, *corners) + moved, 1.0)
-        )
-
-    def p_value(self, covered: int, m: int, n: int) -> float:
-        return covered_at_most_given(covered, m, *self.law(n))
+        return np.interp(clean, *corners) + self.asked.promise.moved
 
     def supports(self, items: Any, threshold: float) -> bool:
         at_most = int((items.first(self.calibration_draws).draws.largest(self.c + 1) <= threshold).sum())
-        return threshold == math.inf or at_most >= self._correct_rank(items.points)
+        return threshold == math.inf or at_most >= self.correct_rank(items.points)
 
 
 @dataclass(frozen=True)
-class ExactAsymmetric(Counting):
-    r"""The majorant certificate. t = the smallest value with :math:`(\sum_i g(count_i(t)) + g(N_{cal})) / (n+1) \le \alpha`.
-
-    g is nondecreasing with :math:`E\,g(\mathrm{Bin}(N_{cal}, q)) \ge h(q)`, chosen on the holdout. Many calibration
-    draws, paid once, buy fewer draws per query.
+class Exact(Chosen):
+    r"""The hull certificate. :math:`Z` = the (c+1)-th largest of the calibration draws; t = its conformal quantile at
+    :math:`1 - \alpha'`, :math:`\alpha' = \sup\{a : H(a) \le \alpha\}` from :func:`keepcover.bounds.hull_level`.
 
     Attributes:
-        randomize: let the boundary be randomised.
+        randomize: let the boundary be randomised: it removes granularity for few draws.
     """
 
     randomize: bool = False
 
-    name = "exact_asymmetric"
-    things = "any"
+    name = "exact"
+    makes = HullRule
 
-    def usual_calibration_draws(self, draws: int) -> int:
-        return max(64, draws)
-
-    def fit(self, asked: Asked, holdout: Holdout | None = None) -> MajorantRule:
-        held = self._held(holdout)
-        kappa, gamma, g = best_majorant_rule(asked, held, self.gammas)
-        return MajorantRule(self, asked, kappa=kappa, gamma=gamma, g=g)
-
-    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> MajorantRule:
-        return MajorantRule(self, asked, **{**parameters, "g": tuple(parameters.get("g", ()))})
+    def fit(self, asked: Asked, holdout: Holdout | None = None) -> HullRule:
+        held = self.held(holdout)
+        _, c, kappa, gamma = min(best_hull_rule(asked, held, gamma) for gamma in self.gammas)
+        return HullRule(self, asked, kappa=kappa, gamma=gamma, c=c)
 
 
 @dataclass(frozen=True)
@@ -196,44 +149,96 @@ class MajorantRule(RiskRule):
 
 
 @dataclass(frozen=True)
-class RCP1(Method):
-    r"""One draw for everything (Zargarbashi & Bojchevski 2025): the largest :math:`\alpha'` that no attack lifts above alpha."""
+class ExactAsymmetric(Chosen):
+    r"""The majorant certificate. t = the smallest value with :math:`(\sum_i g(count_i(t)) + g(N_{cal})) / (n+1) \le \alpha`.
 
-    name = "rcp1"
-    certified = True
-    compares_only = True
-    counts = True
-    draw_rule = "one"
-    needs_concave = True
+    g is nondecreasing with :math:`E\,g(\mathrm{Bin}(N_{cal}, q)) \ge h(q)`, chosen on the holdout. Many calibration
+    draws, paid once, buy fewer draws per query.
 
-    def fit(self, asked: Asked, holdout: Holdout | None = None) -> HullRule:
-        return self.rule(asked)
+    Attributes:
+        randomize: let the boundary be randomised.
+    """
 
-    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> HullRule:
-        return OneDraw(self, asked, **parameters)
+    randomize: bool = False
+
+    name = "exact_asymmetric"
+    makes = MajorantRule
+    things = "any"
+
+    def usual_calibration_draws(self, draws: int) -> int:
+        return max(64, draws)
+
+    def fit(self, asked: Asked, holdout: Holdout | None = None) -> Rule:
+        kappa, gamma, g = best_majorant_rule(asked, self.held(holdout), self.gammas)
+        return self.rule(asked, kappa=kappa, gamma=gamma, g=g)
+
+    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> Rule:
+        return super().rule(asked, transform, **{**parameters, "g": tuple(parameters.get("g", ()))})
 
 
 class OneDraw(HullRule):
     """One calibration draw and one per query: up is its own concave hull, so alpha' needs no grid."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.gamma != 0:
-            raise InputError(f"{self.name} forgives nothing; expected gamma 0, got {self.gamma}")
-
-    @property
-    def words(self) -> str:
-        return "the one draw is at most t"
+    words = "the one draw is at most t"  # type: ignore[assignment]
 
     @property
     def level(self) -> float:
         if self.counts.tampering is not None:  # two attacks, one after the other
             return super().level
-        return self.asked.threat.most(float(self.asked.promise.level(self.asked.alpha)))
+        return self.asked.threat.most(float(self.asked.level))
 
 
 @dataclass(frozen=True)
-class Auto(Counting):
+class RCP1(Once):
+    r"""One draw for everything (Zargarbashi & Bojchevski 2025): the largest :math:`\alpha'` that no attack lifts above alpha."""
+
+    name = "rcp1"
+    makes = OneDraw
+
+
+class OneDrawRisk(RiskRule):
+    """The loss itself, g(count) = count, at the level that an attack lifts to alpha at most."""
+
+    words = "the one draw is at most t, by risk control"  # type: ignore[assignment]
+
+    @property
+    def spends(self) -> Fraction:
+        return Fraction(self.asked.threat.most(float(self.asked.level)))
+
+    def estimated_size(self, holdout: Holdout) -> float:
+        sample, n = self.sample(holdout.items(self.reading)), self.asked.cell_points
+        as_many = replace(sample, statistic=sample.statistic * (n / sample.points), points=n)
+        return float(self.sizes(holdout, torch.tensor(self.threshold_of(as_many), dtype=torch.float64)).mean())
+
+    def law(self, n: int, several: bool = False) -> tuple[ndarray, ndarray]:
+        """Given t, the clean risk has the law that risk control bounds, and an attack lifts it to at most up of it."""
+        sure = self._budget(n) + self.asked.promise.suspects
+        clean, exceeded = risk_control_law(n, sure / n, 0.0, 1.0)
+        if not exceeded.any():
+            return clean, exceeded  # t = +inf misses nothing
+        return np.minimum(self.asked.threat.up(np.clip(clean, 0.0, 1.0)) + self.asked.promise.moved, 1.0), exceeded
+
+
+@dataclass(frozen=True)
+class OneDrawControl(Once):
+    r"""Conformal risk control of a loss L in [0, 1] with one draw for everything, at
+    :math:`\alpha' = \sup\{a : up(a) \le \alpha\}`.
+
+    For any u the event :math:`L > u` is a set of noisy inputs, so an attack lifts its probability to at most up of it. By Jensen,
+    for concave up, :math:`E L(\tilde x) = E \int_0^1 P[L(\tilde x + \delta) > u]\,du \le E \int_0^1 up(P[L(x + \delta) > u])\,du
+    \le up(E L) \le \alpha`. Where up(0) exceeds alpha, only the largest threshold is safe.
+
+    It is the baseline for several things per point, and all there is for a loss of the user's own. For one thing per point
+    it is RCP1.
+    """
+
+    name = "one_draw"
+    makes = OneDrawRisk
+    things = "several"
+
+
+@dataclass(frozen=True)
+class Auto(Chosen):
     """The better of both certificates by expected set size on the holdout: the hull with as many calibration draws as the
     majorant, the hull with as many as per query, or the majorant. Where nothing is random, the deterministic rule.
     """
@@ -253,11 +258,11 @@ class Auto(Counting):
         return ExactAsymmetric().usual_calibration_draws(draws)
 
     def fit(self, asked: Asked, holdout: Holdout | None = None) -> Rule:
-        held = self._held(holdout)
+        held = self.held(holdout)
         if asked.threat.noise.deterministic:
             return AllBands().fit(asked, held)
         short = replace(asked, calibration_draws=min(asked.draws, asked.per_point))
-        rules: list[Rule] = [Exact(self.randomize).fit(a, held) for a in dict.fromkeys((asked, short))]
+        rules = [Exact(self.randomize).fit(each, held) for each in dict.fromkeys((asked, short))]
         rules.append(ExactAsymmetric(self.randomize).fit(asked, held))
         return min(rules, key=lambda rule: rule.estimated_size(held))
 

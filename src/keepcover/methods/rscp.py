@@ -8,12 +8,30 @@ from typing import Any
 
 from torch import Tensor
 
-from keepcover.bounds import bernstein, exact_level, hoeffding
+from keepcover.bounds import bernstein, hoeffding
 from keepcover.errors import InputError
-from keepcover.methods.base import Asked, Method, Rule
-from keepcover.methods.holdout import Holdout
+from keepcover.methods.base import Method
+from keepcover.methods.cp import QuantileRule
 from keepcover.promises import Sample
-from keepcover.scores import PTT, Draws, Steps
+from keepcover.scores import PTT, Draws
+
+
+class SmoothedRule(QuantileRule):
+    """The mean score at most what an attack can make of the calibrated mean."""
+
+    def statistic(self, true: Draws) -> Tensor:
+        return self._unit_interval(true).mean
+
+    def threshold_of(self, sample: Sample) -> float:
+        tau = super().threshold_of(sample)
+        return tau if math.isinf(tau) else self.attacked(tau)
+
+    def attacked(self, tau: float) -> float:
+        """The threshold that a finite quantile of means gives."""
+        return float(self.asked.threat.up(min(tau, 1.0)))
+
+    def always_full(self, threshold: float) -> bool:
+        return threshold >= 1
 
 
 @dataclass(frozen=True)
@@ -26,33 +44,29 @@ class RSCP(Method):
     transform: PTT | None = PTT()
 
     name = "rscp"
+    makes = SmoothedRule
     certified = False
     draw_rule = "same"
     needs_concave = True
     clauses = ()
 
-    def fit(self, asked: Asked, holdout: Holdout | None = None) -> Rule:
-        return self.rule(asked, self.steps(asked, holdout))
 
-    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> Rule:
-        return SmoothedRule(self, asked, transform, **parameters)
+class InflatedRule(SmoothedRule):
+    """RSCP+: both means with their Monte Carlo radius."""
 
+    method: RSCPPlus
 
-class SmoothedRule(Rule):
-    """The mean score at most what an attack can make of the calibrated mean."""
-
-    def statistic(self, true: Draws) -> Tensor:
-        return self._unit_interval(true).mean
-
-    def threshold_of(self, sample: Sample) -> float:
-        tau = self.asked.promise.quantile(sample, self.asked.promise.level(self.asked.alpha))
-        return tau if math.isinf(tau) else float(self.asked.threat.up(min(tau, 1.0)))
+    def attacked(self, tau: float) -> float:
+        clean = min(tau + hoeffding(self.calibration_draws, self.method.beta), 1.0)
+        moved = self.asked.promise.tampering(self.asked.threat)
+        return super().attacked(clean if moved is None else moved.up(clean))
 
     def always_full(self, threshold: float) -> bool:
-        return threshold >= 1
+        return threshold >= 1 - self.method.radius(0.0, self.test_draws)
 
     def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
-        return self._unit_interval(draws).mean
+        variance = draws.variance if self.method.bound == "bernstein" else None
+        return self.statistic(draws) - self.method.radius(variance, draws.count)
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,7 @@ class RSCPPlus(Method):
     beta: float = 0.001
     transform: PTT | None = PTT()
 
+    makes = InflatedRule
     certified = True
     needs_concave = True
 
@@ -91,41 +106,6 @@ class RSCPPlus(Method):
     def spent(self) -> float:
         return 2 * self.beta
 
-    def fit(self, asked: Asked, holdout: Holdout | None = None) -> Rule:
-        return self.rule(asked, self.steps(asked, holdout))
-
-    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> Rule:
-        return InflatedRule(self, asked, transform, **parameters)
-
-    def allowance(self, draws: Draws) -> Any:
-        """The one-sided Monte Carlo radius of every mean."""
-        if self.bound == "bernstein":
-            return bernstein(draws.variance, draws.count, self.beta)
-        return hoeffding(draws.count, self.beta)
-
-    def least_allowance(self, draws: int) -> float:
-        """The smallest radius that can occur."""
-        return float(bernstein(0.0, draws, self.beta)) if self.bound == "bernstein" else hoeffding(draws, self.beta)
-
-
-class InflatedRule(Rule):
-    """RSCP+: both means with their Monte Carlo radius."""
-
-    method: RSCPPlus
-
-    def statistic(self, true: Draws) -> Tensor:
-        return self._unit_interval(true).mean
-
-    def threshold_of(self, sample: Sample) -> float:
-        promise, beta = self.asked.promise, self.method.beta
-        tau = promise.quantile(sample, promise.level(self.asked.alpha) - 2 * exact_level(beta))
-        if math.isinf(tau):
-            return tau
-        clean, moved = min(tau + hoeffding(self.calibration_draws, beta), 1.0), promise.tampering(self.asked.threat)
-        return float(self.asked.threat.up(clean if moved is None else moved.up(clean)))
-
-    def always_full(self, threshold: float) -> bool:
-        return threshold >= 1 - self.method.least_allowance(self.test_draws)
-
-    def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
-        return self._unit_interval(draws).mean - self.method.allowance(draws)
+    def radius(self, variance: Any, draws: int) -> Any:
+        """The one-sided Monte Carlo radius of a mean of draws with this variance, which Hoeffding does not ask for."""
+        return bernstein(variance, draws, self.beta) if self.bound == "bernstein" else hoeffding(draws, self.beta)
