@@ -262,7 +262,7 @@ class Auto(Chosen):
         if asked.threat.noise.deterministic:
             return AllBands().fit(asked, held)
         short = replace(asked, calibration_draws=min(asked.draws, asked.per_point))
-        rules = [Exact(self.randomize).fit(each, held) for each in dict.fromkeys((asked, short))]
+        rules: list[Rule] = [Exact(self.randomize).fit(each, held) for each in dict.fromkeys((asked, short))]
         rules.append(ExactAsymmetric(self.randomize).fit(asked, held))
         return min(rules, key=lambda rule: rule.estimated_size(held))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import fields
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -19,18 +20,10 @@ Rule = Any  # a keepcover.methods.Rule: tasks are handed rules, and methods come
 
 
 @runtime_checkable
-class Measured(Protocol):
-    """What measuring sets against the truth gives, whatever the task."""
-
-    coverage: Any
-    size: float
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-@runtime_checkable
 class Sets(Protocol):
-    """What a predictor returns: one set per query, with the guarantee that they carry."""
+    """What a predictor returns: one set per query, with the guarantee that they carry. What measuring them against the truth gives
+    has a ``coverage``, a ``size`` and ``to_dict()``, whatever the task.
+    """
 
     guarantee: Guarantee
 
@@ -39,7 +32,7 @@ class Sets(Protocol):
     @property
     def traits(self) -> ndarray: ...
     def covers(self, truth: Any) -> Tensor: ...
-    def measure(self, truth: Any) -> Measured: ...
+    def measure(self, truth: Any) -> Any: ...
     def rows(self) -> list[dict[str, Any]]: ...
     def __len__(self) -> int: ...
 
@@ -205,10 +198,15 @@ class Task(ABC):
             )
 
     @classmethod
-    @abstractmethod
     def from_config(cls, config: dict[str, Any], score: Any = None) -> Task:
         """The task of a saved predictor; ``score`` is the user's own where it is code."""
+        if score is not None:
+            raise InputError(f"{cls.name} has no score of its own; leave it out")
+        saved = {f.name: config[f.name] for f in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})
 
-    @abstractmethod
     def config(self) -> dict[str, Any]:
-        """Name and numbers, for JSON; :meth:`from_config` reads it back."""
+        """Name and fields, for JSON; :meth:`from_config` reads it back."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
+        return {"name": self.name, **plain}

@@ -2,19 +2,62 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import ClassVar, TypeVar
+
 import numpy as np
 import torch
 from numpy import ndarray
 from torch import Tensor
 
+from keepcover.errors import InputError
+from keepcover.guarantee import Guarantee
 from keepcover.scores import Draws, Reading
 from keepcover.scores.draws import on_device, pieces
 from keepcover.scores.tally import kept
 from keepcover.tasks.base import Rule, Task
+from keepcover.tasks.sets import PredictionSets
+
+Own = TypeVar("Own", bound="Candidates")
 
 
 class Candidates(Task):
-    """:meth:`prepare` gives noisy scores ``[n, ..., N]``; a rule keeps a candidate iff its statistic is at most the threshold."""
+    """:meth:`prepare` gives noisy scores ``[n, ..., N]``; a rule keeps a candidate iff its statistic is at most the threshold.
+
+    Attributes:
+        axes: what the axes of outputs are; the third one has the candidates.
+        fewest: candidates without which there is nothing to choose among.
+        class_names: for reading sets.
+        classes: K, once outputs have been seen.
+    """
+
+    axes: ClassVar[tuple[str, ...]] = ("images", "draws", "classes")
+    fewest: ClassVar[int] = 2
+    class_names: tuple[str, ...] | None
+    classes: int | None
+
+    def __post_init__(self) -> None:
+        if self.class_names is not None:
+            object.__setattr__(self, "class_names", tuple(str(name) for name in self.class_names))
+            if self.classes not in (None, len(self.class_names)):
+                raise InputError(
+                    f"expected {self.classes} class names, one per output of the model, got {len(self.class_names)}"
+                )
+
+    @property
+    def candidates(self) -> int | None:
+        return self.classes
+
+    def seen(self: Own, outputs: Tensor) -> Own:
+        classes, what = outputs.shape[2] if outputs.ndim == len(self.axes) else 0, self.axes[2]
+        if classes < self.fewest or not outputs.is_floating_point():
+            raise InputError(
+                f"expected float logits [{', '.join(self.axes)}] of at least {self.fewest} {what}, got {outputs.dtype} "
+                f"{tuple(outputs.shape)}"
+            )
+        if self.classes not in (None, classes):
+            raise InputError(f"the predictor was calibrated on {self.classes} {what}, the model returned {classes}")
+        return self if self.classes else replace(self, classes=classes)  # type: ignore[type-var]
 
     def measured(self, candidates: Tensor) -> Tensor:
         """Those of ``[n, ...]`` candidates whose number is the size of a set; all of them unless said otherwise."""
@@ -50,6 +93,18 @@ class Candidates(Task):
             rows = self.measured(scores).flatten(0, -2)
             total += exceedances(rows, thresholds).double().cpu().numpy()
         return total.reshape(len(thresholds), -1) * (unit / len(outputs))
+
+
+class Labels(Candidates):
+    """A set holds labels ``[n, K]``."""
+
+    early = True
+
+    def sets(self, inside: Tensor, guarantee: Guarantee, draws_used: Tensor | None = None) -> PredictionSets:
+        return PredictionSets(inside, guarantee, self.class_names, draws_used)
+
+    def everything(self, n: int) -> Tensor | None:
+        return None if self.classes is None else torch.ones(n, self.classes, dtype=torch.bool)
 
 
 def exceedances(rows: Tensor, thresholds: ndarray, weight: Tensor | None = None) -> Tensor:

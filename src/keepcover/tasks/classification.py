@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,18 +11,17 @@ from torch import Tensor
 
 from keepcover.assumption import Assumption
 from keepcover.errors import InputError
-from keepcover.guarantee import Guarantee
 from keepcover.noise import Stream
 from keepcover.noise.stream import probes
 from keepcover.scores import SCORES, CustomScore, Draws, Items, Reading, Score, get_score, top_label
 from keepcover.scores.draws import joined, pieces
-from keepcover.tasks.candidates import Candidates
+from keepcover.tasks.base import Task
+from keepcover.tasks.candidates import Labels
 from keepcover.tasks.metrics import check_labels
-from keepcover.tasks.sets import PredictionSets
 
 
 @dataclass(frozen=True)
-class Classification(Candidates):
+class Classification(Labels):
     """Label sets from logits ``[n, N, K]``.
 
     Attributes:
@@ -45,17 +44,11 @@ class Classification(Candidates):
 
     name = "classification"
     attacks = ("softmax", "margin")
-    early = True
     words = "the set contains the true label of a query"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "score", get_score(self.score))
-        if self.class_names is not None:
-            object.__setattr__(self, "class_names", tuple(str(name) for name in self.class_names))
-            if self.classes not in (None, len(self.class_names)):
-                raise InputError(
-                    f"expected {self.classes} class names, one per output of the model, got {len(self.class_names)}"
-                )
+        super().__post_init__()
 
     @property
     def _score(self) -> Score:
@@ -79,21 +72,6 @@ class Classification(Candidates):
             "among the calibration points.",
         )
         return () if self.open_labels else (closed,)
-
-    @property
-    def candidates(self) -> int | None:
-        return self.classes
-
-    def seen(self, outputs: Tensor) -> Classification:
-        if outputs.ndim != 3 or outputs.shape[2] < 2 or not outputs.is_floating_point():
-            raise InputError(
-                f"expected float logits [images, draws, classes] of at least 2 classes, got {outputs.dtype} "
-                f"{tuple(outputs.shape)}"
-            )
-        classes = outputs.shape[2]
-        if self.classes not in (None, classes):
-            raise InputError(f"the predictor was calibrated on {self.classes} classes, the model returned {classes}")
-        return self if self.classes == classes else replace(self, classes=classes)
 
     def check_truth(self, truth: Any, n: int) -> Tensor:
         return check_labels(truth, n, self.classes, -int(self.open_labels))
@@ -133,12 +111,6 @@ class Classification(Candidates):
         """How well labels fit, in [0, 1], from their scores as rules of this reading see them: what people are shown."""
         return self._score.support(scores) if reading.order and reading.transform is None else 1 - scores
 
-    def sets(self, inside: Tensor, guarantee: Guarantee, draws_used: Tensor | None = None) -> PredictionSets:
-        return PredictionSets(inside, guarantee, self.class_names, draws_used)
-
-    def everything(self, n: int) -> Tensor | None:
-        return None if self.classes is None else torch.ones(n, self.classes, dtype=torch.bool)
-
     def right(self, outputs: Tensor, truth: Tensor) -> Tensor:
         return (top_label(outputs) == truth[:, None]).double().mean(dim=1)
 
@@ -154,17 +126,10 @@ class Classification(Candidates):
         return torch.stack([self._score(logits, u), self._score.order(logits, u)])
 
     def config(self) -> dict[str, Any]:
-        names = None if self.class_names is None else list(self.class_names)
-        return {
-            "name": self.name,
-            "score": self._score.config(),
-            "classes": self.classes,
-            "class_names": names,
-            "open_labels": self.open_labels,
-        }
+        return {**super().config(), "score": self._score.config()}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], score: Any = None) -> Classification:
+    def from_config(cls, config: dict[str, Any], score: Any = None) -> Task:
         """The task of a saved predictor. A score of the user's own is code and not in the file: it is given again."""
         saved = config["score"]
         if not saved.get("custom"):
@@ -178,5 +143,4 @@ class Classification(Candidates):
             score = get_score(score) if isinstance(score, str | Score) else CustomScore(score, saved["name"])
         if score.config() != saved:
             raise InputError(f"this predictor was calibrated with score {saved}, not {score.config()}")
-        names: Sequence[str] | None = config["class_names"]
-        return cls(score, None if names is None else tuple(names), config["classes"], config["open_labels"])
+        return super().from_config({**config, "score": score})

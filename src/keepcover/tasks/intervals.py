@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from keepcover.errors import InputError
 from keepcover.guarantee import Guarantee
-from keepcover.tasks.metrics import Proportion, Sized
+from keepcover.tasks.metrics import Proportion, Sized, Spread
 from keepcover.tasks.shown import Shown, leading
 
 
@@ -84,9 +85,6 @@ class IntervalEvaluation(Sized):
     empty: float
     full: float
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def __str__(self) -> str:
         return f"coverage {self.coverage}   length {self.size:.4g}   median {self.median:.4g}   {self.coverage.count} points"
 
@@ -117,9 +115,7 @@ class PredictionIntervals(Shown):
         """The length of every point's union, averaged over targets."""
         return self.lengths.mean(dim=1)
 
-    @property
-    def size(self) -> Float[Tensor, " n"]:
-        return self.length
+    size = length  # type: ignore[override]
 
     @property
     def hull(self) -> Tensor:
@@ -152,12 +148,12 @@ class PredictionIntervals(Shown):
 
     def measure(self, truth: Any) -> IntervalEvaluation:
         """Coverage and length against the truth."""
-        size, n = self.length.double(), len(self)
+        size = Spread.of(self.length)
         return IntervalEvaluation(
-            Proportion.of(int(self.contains(truth).sum()), n),
-            float(size.mean()),
-            float(size.std()) if n > 1 and size.isfinite().all() else 0.0,
-            float(size.median()),
+            Proportion.of(int(self.contains(truth).sum()), len(self)),
+            size.mean,
+            size.std if math.isfinite(size.mean) else 0.0,
+            float(self.length.double().median()),
             float(self.empty.double().mean()),
             float(self.trivial.double().mean()),
         )
@@ -167,7 +163,7 @@ class PredictionIntervals(Shown):
         say nothing. An end at infinity is None, which JSON has a word for.
         """
         finite = [
-            [[_finite(piece) for piece in target if piece[0] == piece[0]] for target in point]
+            [[[*map(_number, piece)] for piece in target if piece[0] == piece[0]] for target in point]
             for point in self.pieces.tolist()
         ]
         return [
@@ -181,33 +177,15 @@ class PredictionIntervals(Shown):
         middle = self.hull.mean(dim=-1).view(len(self), -1).mean(dim=1)
         return np.stack([leading(one.double().cpu().numpy()) for one in (self.length, middle)], axis=1)
 
-    def arrays(self) -> dict[str, Tensor]:
-        return {"pieces": self.pieces}
-
-    def __len__(self) -> int:
-        return len(self.pieces)
-
-    def __getitem__(self, index: int | Tensor | slice) -> PredictionIntervals:
-        """Some of the points; an integer gives one, still as :class:`PredictionIntervals`."""
-        some = slice(index, index + 1 or None) if isinstance(index, int) else index
-        used = None if self.draws_used is None else self.draws_used[some]
-        return replace(self, pieces=self.pieces[some], draws_used=used)
-
     def __repr__(self) -> str:
-        n, promise = len(self), self.guarantee
-        held = f"certified within {promise.threat.reach}" if promise.certified else "on clean data only"
+        n, kept = len(self), f"{100 * (1 - self.guarantee.alpha):g} % {self.held}"
         mean = float(self.length.mean()) if n else 0.0
-        lines = [f"{n} prediction intervals, mean length {mean:.4g}; {100 * (1 - promise.alpha):g} % {held}"]
-        lines += [f"  {i}: {row['intervals']}" for i, row in enumerate(self[:8].rows())]
-        return "\n".join([*lines, f"  ... {n - 8} more"] if n > 8 else lines)
+        head = f"{n} prediction intervals, mean length {mean:.4g}; {kept}"
+        return self.listed(head, (str(row["intervals"]) for row in self[:8].rows()))
 
 
 def _number(value: float) -> float | None:
-    return value if abs(value) < float("inf") else None
-
-
-def _finite(piece: list[float]) -> list[float | None]:
-    return [_number(end) for end in piece]
+    return value if abs(value) < math.inf else None
 
 
 def check_values(truth: Any, n: int, targets: int) -> Tensor:

@@ -288,18 +288,6 @@ class LossSets(Shown):
     def arrays(self) -> dict[str, Tensor]:
         return {"parameter": self.parameter, "made": self.made}
 
-    def __len__(self) -> int:
-        return len(self.inside)
-
-    def __getitem__(self, index: int | Tensor | slice) -> LossSets:
-        """Some of the queries; an integer gives one, still as :class:`LossSets`."""
-        return replace(self, inside=self.inside[slice(index, index + 1 or None) if isinstance(index, int) else index])
-
     def __repr__(self) -> str:
-        promise = self.guarantee
-        found = sorted(set(self.parameter.tolist()))
-        listed = ", ".join(f"{value:g}" for value in found[:8])
-        return (
-            f"{len(self)} predictions at parameter {listed}; {self.task.what} is at most {promise.alpha:g}, certified within "
-            f"{promise.threat.reach}"
-        )
+        found = ", ".join(f"{value:g}" for value in sorted(set(self.parameter.tolist()))[:8])
+        return f"{len(self)} predictions at parameter {found}; {self.task.what} is at most {self.guarantee.alpha:g}, {self.held}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from keepcover.errors import InputError
 from keepcover.guarantee import Guarantee
 from keepcover.tasks.metrics import RiskEvaluation, as_labels
 from keepcover.tasks.shown import Shown
+
+STATES = ("certain", "possible", "excluded")  # of a pixel
 
 
 def check_map(truth: Any, n: int, classes: int | None, ignore: int | None) -> Int[Tensor, "n h w"]:
@@ -138,11 +140,10 @@ class PixelSets(Shown):
             )
         return self.planes.index(int(number))
 
-    def _true(self, truth: Any) -> tuple[Tensor, Tensor]:
-        """The plane of every pixel's true class, and which pixels must not be missed."""
-        labels = check_map(truth, len(self.mask), None if self.of else self.mask.shape[1], self.ignore).to(
-            self.mask.device
-        )
+    def _true(self, truth: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """The plane of every pixel's true class, which pixels must not be missed, and which of those are held."""
+        known = None if self.of else self.mask.shape[1]
+        labels = check_map(truth, len(self), known, self.ignore).to(self.mask.device)
         if labels.shape[1:] != self.mask.shape[2:]:
             raise InputError(f"expected truth of {list(self.mask.shape[2:])} pixels, got {list(labels.shape[1:])}")
         wanted = wanted_pixels(labels, self.of, self.ignore)
@@ -151,19 +152,17 @@ class PixelSets(Shown):
             place = torch.zeros(max(self.of) + 1, dtype=torch.int64, device=plane.device)
             place[list(self.of)] = torch.arange(len(self.of), device=plane.device)
             plane = place[plane.where(wanted, self.of[0])]
-        return plane, wanted
+        return plane, wanted, self.mask.gather(1, plane[:, None])[:, 0] & wanted
 
     def covers(self, truth: Any) -> Tensor:
         """The share of every image's pixels, of the chosen classes where some are, whose true label is kept; 1 where there are none."""
-        plane, wanted = self._true(truth)
-        held = self.mask.gather(1, plane[:, None])[:, 0] & wanted
+        _, wanted, held = self._true(truth)
         count = wanted.flatten(1).sum(dim=1)
         return (held.flatten(1).sum(dim=1).double() / count.clamp_min(1)).where(count > 0, 1.0)
 
     def measure(self, truth: Any) -> RiskEvaluation:
         """The share of pixels missed per image, and the size of masks."""
-        plane, wanted = self._true(truth)
-        held = self.mask.gather(1, plane[:, None])[:, 0] & wanted
+        plane, wanted, held = self._true(truth)
         seen, kept = (plane[which].bincount(minlength=len(self.planes)) for which in (wanted, held))
         by_class = {k: float(kept[at] / seen[at]) for at, k in enumerate(self.planes) if seen[at]}
         return RiskEvaluation.of(self.covers(truth), self.size, ~wanted.flatten(1).any(dim=1), by_class)
@@ -172,18 +171,13 @@ class PixelSets(Shown):
         """One dictionary per image: shares of its pixels that are certain, possible and excluded, and the share of every class's
         mask.
         """
-        names = self.class_names or ()
-        shares = {
-            name: getattr(self, name)().flatten(1).double().mean(dim=1).tolist()
-            for name in ("certain", "possible", "excluded")
-        }
+        names = self.class_names or tuple(range(max(self.planes) + 1))
+        shares = {name: getattr(self, name)().flatten(1).double().mean(dim=1).tolist() for name in STATES}
         masks, sizes = self.own.flatten(2).double().mean(dim=2).tolist(), self.size.tolist()
         return [
             {
                 **{name: values[i] for name, values in shares.items()},
-                "masks": {
-                    names[k] if names else k: share for k, share in zip(self.planes, masks[i], strict=True) if share
-                },
+                "masks": {names[k]: share for k, share in zip(self.planes, masks[i], strict=True) if share},
                 "size": sizes[i],
                 "trivial": trivial,
             }
@@ -196,32 +190,19 @@ class PixelSets(Shown):
         names = self.class_names or tuple(map(str, range(max(self.planes) + 1)))
         made = []
         for row, own in zip(self.rows(), self.own.cpu(), strict=True):
-            there = [(names[k], k, runs(mask)) for k, mask in zip(self.planes, own, strict=True) if mask.any()]
-            masks = [{"label": name, "index": k, "runs": lengths} for name, k, lengths in there]
+            planes = [(k, mask) for k, mask in zip(self.planes, own, strict=True) if mask.any()]
+            masks = [{"label": names[k], "index": k, "runs": runs(mask)} for k, mask in planes]
             made.append({**row, "height": height, "width": width, "masks": masks})
         return made
 
     def arrays(self) -> dict[str, Tensor]:
         return {"mask": self.mask, "classes": torch.tensor(self.planes)}
 
-    def __len__(self) -> int:
-        return len(self.mask)
-
-    def __getitem__(self, index: int | Tensor | slice) -> PixelSets:
-        """Some of the images; an integer gives one, still as :class:`PixelSets`."""
-        some = slice(index, index + 1 or None) if isinstance(index, int) else index
-        used = None if self.draws_used is None else self.draws_used[some]
-        return replace(self, mask=self.mask[some], draws_used=used)
-
     def __repr__(self) -> str:
-        n, promise = len(self), self.guarantee
+        n, (height, width) = len(self), self.mask.shape[2:]
         mean = float(self.size.mean()) if n else 0.0
-        lines = [
-            f"labels of {self.mask.shape[2]} x {self.mask.shape[3]} pixels in {n} images, {mean:.3g} per pixel; at most "
-            f"{100 * promise.alpha:g} % of them missed on average, certified within {promise.threat.reach}"
-        ]
-        for i, row in enumerate(self[:8].rows()):
-            lines.append(
-                f"  {i}: " + ", ".join(f"{row[name]:.1%} {name}" for name in ("certain", "possible", "excluded"))
-            )
-        return "\n".join([*lines, f"  ... {n - 8} more"] if n > 8 else lines)
+        head = (
+            f"labels of {height} x {width} pixels in {n} images, {mean:.3g} per pixel; at most "
+            f"{100 * self.guarantee.alpha:g} % of them missed on average, {self.held}"
+        )
+        return self.listed(head, (", ".join(f"{row[name]:.1%} {name}" for name in STATES) for row in self[:8].rows()))

@@ -173,11 +173,8 @@ class Regression(Task):
         outputs = probes((SCORES[self.score_name],), 0.5, 4.0)[:, None].sort(dim=-1).values
         return self.items(outputs, torch.ones(len(outputs), 1), Reading(True), torch.zeros(len(outputs))).draws.values
 
-    def config(self) -> dict[str, Any]:
-        return {"name": self.name, "score": self.score, "targets": self.targets}
-
     @classmethod
-    def from_config(cls, config: dict[str, Any], score: Any = None) -> Regression:
+    def from_config(cls, config: dict[str, Any], score: Any = None) -> Task:
         if score not in (None, config["score"]):
             raise InputError(f"this predictor was calibrated with score {config['score']!r}, not {score!r}")
-        return cls(config["score"], config["targets"])
+        return super().from_config(config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,18 +50,14 @@ class Segmentation(Candidates):
     classes: int | None = None
 
     name = "segmentation"
+    axes = ("images", "draws", "classes", "height", "width")
     shares = True
     single = False
 
     def __post_init__(self) -> None:
         of = (self.of,) if isinstance(self.of, str | int) else tuple(self.of)
         object.__setattr__(self, "of", of)
-        if self.class_names is not None:
-            object.__setattr__(self, "class_names", tuple(str(name) for name in self.class_names))
-            if self.classes not in (None, len(self.class_names)):
-                raise InputError(
-                    f"expected {self.classes} class names, one per output of the model, got {len(self.class_names)}"
-                )
+        super().__post_init__()
         strange = [one for one in of if isinstance(one, str) and one not in (self.class_names or ())]
         if strange:
             known = ", ".join(self.class_names) if self.class_names else "no class_names were given"
@@ -93,22 +89,6 @@ class Segmentation(Candidates):
     @property
     def score_name(self) -> str:
         return "hps"
-
-    @property
-    def candidates(self) -> int | None:
-        return self.classes
-
-    def seen(self, outputs: Tensor) -> Segmentation:
-        if outputs.ndim != 5 or outputs.shape[2] < 2 or not outputs.is_floating_point():
-            raise InputError(
-                f"expected float logits [images, draws, classes, height, width] of at least 2 classes, got {outputs.dtype} "
-                f"{tuple(outputs.shape)}"
-            )
-        if self.classes not in (None, outputs.shape[2]):
-            raise InputError(
-                f"the predictor was calibrated on {self.classes} classes, the model returned {outputs.shape[2]}"
-            )
-        return self if self.classes else replace(self, classes=outputs.shape[2])
 
     def check_truth(self, truth: Any, n: int) -> Tensor:
         return check_map(truth, n, self.classes, self.ignore)
@@ -166,23 +146,6 @@ class Segmentation(Candidates):
     def probe(self) -> Tensor:
         logits = probes((1, self.classes or 2, 1, 1), -4.0, 4.0)
         return self.prepare(logits, Reading(True), torch.zeros(len(logits))).values
-
-    def config(self) -> dict[str, Any]:
-        names = None if self.class_names is None else list(self.class_names)
-        return {
-            "name": self.name,
-            "of": list(self.of),
-            "ignore": self.ignore,
-            "classes": self.classes,
-            "class_names": names,
-        }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], score: Any = None) -> Segmentation:
-        if score is not None:
-            raise InputError(f"{cls.name} has no score of its own; leave it out")
-        names = config["class_names"]
-        return cls(tuple(config["of"]), config["ignore"], None if names is None else tuple(names), config["classes"])
 
 
 def _against(surprise: Tensor) -> Tensor:

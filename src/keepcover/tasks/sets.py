@@ -86,34 +86,18 @@ class PredictionSets(Shown):
             for row, indices in zip(self.rows(), numbers, strict=True)
         ]
 
-    def arrays(self) -> dict[str, Tensor]:
-        return {"mask": self.mask}
-
-    def __len__(self) -> int:
-        return len(self.mask)
-
     def __iter__(self) -> Iterator[list[str] | list[int]]:
         yield from self.labels()
-
-    def __getitem__(self, index: int | Tensor | slice) -> PredictionSets:
-        """Some of the sets; an integer gives one, still as :class:`PredictionSets`."""
-        if isinstance(index, int):
-            index = slice(index, index + 1 or None)
-        used = None if self.draws_used is None else self.draws_used[index]
-        return PredictionSets(self.mask[index], self.guarantee, self.class_names, used)
 
     def __repr__(self) -> str:
         n, classes = self.mask.shape
         mean = float(self.size.double().mean()) if n else 0.0
         full, none = int(self.trivial.sum()), int((self.size == 0).sum())
-        promise = self.guarantee
-        held = f"{100 * (1 - promise.alpha):g} %"
-        if promise.shares:
-            held = f"at most {100 * promise.alpha:g} % of true labels missed on average,"
-        lines = [
+        kept = f"{100 * (1 - self.guarantee.alpha):g} %"
+        if self.guarantee.shares:
+            kept = f"at most {100 * self.guarantee.alpha:g} % of true labels missed on average,"
+        head = (
             f"{n} prediction {'set' if n == 1 else 'sets'} over {classes} classes, mean size {mean:.2f}, "
-            f"{full} of them the full label set{f', {none} empty' if none else ''}; {held} "
-            + (f"certified within {promise.threat.reach}" if promise.certified else "on clean data only")
-        ]
-        lines += [f"  {i}: {{{', '.join(map(str, row))}}}" for i, row in enumerate(self[:8])]
-        return "\n".join([*lines, f"  ... {n - 8} more"] if n > 8 else lines)
+            f"{full} of them the full label set{f', {none} empty' if none else ''}; {kept} {self.held}"
+        )
+        return self.listed(head, (f"{{{', '.join(map(str, row))}}}" for row in self[:8]))
