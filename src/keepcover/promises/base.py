@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from keepcover.assumption import Assumption
 from keepcover.bounds import conformal_rank, exact_level, order_statistic
+from keepcover.bounds.concentration import bisect
 from keepcover.errors import InputError
 from keepcover.noise import Threat
 
@@ -271,8 +273,6 @@ class Promise:
 
     def share(self, n: int, level: float) -> float:
         """The share of points above the threshold to expect at this level: what clauses add to the rank is taken off."""
-        if not self.clauses:
-            return level
         return level - (self.rank(n, Fraction(level)) - conformal_rank(n, Fraction(level))) / (n + 1)
 
     def quantile(self, sample: Sample | Tensor, level: Fraction) -> float:
@@ -309,11 +309,7 @@ class Promise:
             >>> round(Promise().least_level(99), 6)
             0.01
         """
-        low, high = 0.0, 1.0
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.rank(n, Fraction(middle)) <= n else (middle, high)
-        return high
+        return bisect(lambda level: self.rank(n, Fraction(level)) > n, 0.0, 1.0)[1]
 
     def points_needed(self, level: Fraction) -> int:
         """The least number of calibration points with a finite threshold at this miscoverage.
@@ -375,20 +371,19 @@ class Promise:
         if weights is not None:
             assert sample.label is not None
             sample = replace(sample, importance=weights.to(sample.label.device)[sample.label])
-        parts, made = self.parts(sample, classes), {}
+        parts = self.parts(sample, classes)
         own = [1.0] if weights is None else weights.tolist()
 
-        def made_of(cell: int, weight: float) -> float:
-            if (cell, weight) not in made:
-                part = replace(parts[cell], own=weight)
-                made[cell, weight] = threshold_of(part) if part.points else math.inf
-            return made[cell, weight]
+        @cache
+        def made(cell: int, weight: float) -> float:
+            part = parts[cell]
+            return threshold_of(replace(part, own=weight)) if part.points else math.inf
 
         place = self.partition.of_label(classes or 0) if self.partition else None
         if place is not None:
-            table = [[made_of(cell, own[k % len(own)]) for k, cell in enumerate(place.tolist())]]
+            table = [[made(cell, own[k % len(own)]) for k, cell in enumerate(place.tolist())]]
         else:
-            table = [[made_of(cell, weight) for weight in own] for cell in range(len(parts))]
+            table = [[made(cell, weight) for weight in own] for cell in range(len(parts))]
         values = torch.tensor(table, dtype=torch.float64)
         if self.groups is not None:
             return values
@@ -533,20 +528,4 @@ def smallest(holds: Callable[[int], Any], low: int, high: int = NEVER) -> int:
     while low < end:
         middle = (low + end) // 2
         low, end = (low, middle) if holds(middle) else (middle + 1, end)
-    return low
-
-
-def largest(holds: Callable[[float], Any]) -> float | None:
-    """The largest share in [0, 1] where ``holds`` is true, true up to there, rounded down; None where it is true nowhere.
-
-    Example:
-        >>> round(largest(lambda share: share <= 0.3), 6)
-        0.3
-    """
-    low, high = 0.0, 1.0
-    if not holds(low):
-        return None
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
     return low
