@@ -39,18 +39,16 @@ def hypergeometric(total: int, sample: int) -> Float[ndarray, "marked found"]:
     """
     if not 0 <= sample <= total:
         raise InputError(f"expected a sample of at most {total} draws, got {sample}")
-
-    def log_choose(n: Any, k: Any) -> Any:
-        inside = np.clip(k, 0, n)
-        return np.where((k < 0) | (k > n), -np.inf, gammaln(n + 1) - gammaln(inside + 1) - gammaln(n - inside + 1))
-
     marked, found = np.arange(total + 1.0)[:, None], np.arange(sample + 1.0)[None, :]
-    log = (
-        log_choose(marked, found)
-        + log_choose(total - marked, sample - found)
-        - log_choose(np.float64(total), np.float64(sample))
-    )
-    return np.exp(log)
+    ways = _log_choose(marked, found) + _log_choose(total - marked, sample - found)
+    return np.exp(ways - _log_choose(total, sample))
+
+
+def _log_choose(n: Any, k: Any) -> Any:
+    """The logarithm of the number of ways to choose k of n; -inf where there is none."""
+    inside = np.clip(k, 0, n)
+    ways = gammaln(n + 1) - gammaln(inside + 1) - gammaln(n - inside + 1)
+    return np.where((k < 0) | (k > n), -np.inf, ways)
 
 
 def covered_at_most(covered: int, m: int, n: int, rank: int) -> float:
@@ -67,10 +65,8 @@ def covered_at_most(covered: int, m: int, n: int, rank: int) -> float:
     if covered >= m or rank > n:
         return 1.0 if covered >= m else 0.0
     a, b, j = float(rank), float(n + 1 - rank), np.arange(covered + 1.0)
-    log = (
-        gammaln(m + 1) - gammaln(j + 1) - gammaln(m - j + 1) + gammaln(j + a) + gammaln(m - j + b) - gammaln(m + a + b)
-    )
-    return float(min(np.exp(log + gammaln(a + b) - gammaln(a) - gammaln(b)).sum(), 1.0))
+    law = _log_choose(m, j) + gammaln(j + a) + gammaln(m - j + b) - gammaln(m + a + b)
+    return float(min(np.exp(law + gammaln(a + b) - gammaln(a) - gammaln(b)).sum(), 1.0))
 
 
 def covered_at_most_given(covered: float, m: int, missed: ndarray, exceeded: ndarray) -> float:

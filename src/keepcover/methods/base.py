@@ -175,12 +175,10 @@ class Method(ABC):
 
     def check(self, asked: Asked, task: Task) -> None:
         """Refuse what the theorem does not cover, before the network runs."""
-        if self.unfit(asked.threat.noise):
-            raise InputError(self.unfit(asked.threat.noise))
         if refused := self.refuses(asked.promise):
-            raise InputError(f"{self.name} does not offer {refused} in its promise; choose exact or exact_asymmetric")
-        if task.unfit(self):
-            raise InputError(task.unfit(self))
+            refused = f"{self.name} does not offer {refused} in its promise; choose exact or exact_asymmetric"
+        if reason := self.unfit(asked.threat.noise) or refused or task.unfit(self):
+            raise InputError(reason)
         asked.promise.check(task)
         if not self.compares_only and self.transform is None and not task.bounded:
             raise InputError(
@@ -325,11 +323,9 @@ class Rule(ABC):
         """
         if self.method.compares_only:
             return None
-        for draws in (2**k for k in range(1, 21)):
+        for draws in (2**k for k in range(1, 21) if 2**k > self.test_draws):
             more = replace(self, asked=replace(self.asked, draws=draws, calibration_draws=draws))
-            if draws > self.test_draws and not more.always_full(
-                more.threshold_of(Sample(more.statistic(items.draws), items.points))
-            ):
+            if not more.always_full(more.threshold_of(Sample(more.statistic(items.draws), items.points))):
                 return draws
         return None
 
@@ -420,9 +416,7 @@ class Rule(ABC):
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("method", "asked", "transform")}
 
     def _unit_interval(self, draws: Draws) -> Draws:
-        if draws.unit:
-            return draws
-        low, high = draws.extremes
+        low, high = (0.0, 1.0) if draws.unit else draws.extremes
         if not (low >= 0 and high <= 1):
             raise InputError(
                 f"{self.name} expects scores in [0, 1] (its bound assumes it), got [{low:.3g}, {high:.3g}]; "

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -235,7 +236,7 @@ class Items:
         """Noisy scores ``[items, N]``."""
         return self.draws.values
 
-    def tensors(self) -> dict[str, Tensor | None]:
+    def tensors(self) -> dict[str, Any]:
         """What a file keeps of items, one per point."""
         return {"calibration": self.scores, "label": self.label, "group": self.group, "batch": self.batch}
 
@@ -254,21 +255,16 @@ class Items:
 
     def plus(self, other: Items) -> Items:
         """Both, one item per point each."""
-
-        def joined(name: str) -> Tensor | None:
-            first, second = getattr(self, name), getattr(other, name)
-            return None if second is None else torch.cat([first.to(second.device), second])
-
-        values = torch.cat([self.draws.values.to(other.draws.values.device), other.draws.values])
-        known = {name: joined(name) for name in ("label", "group", "batch")}
-        return Items(Draws(values), self.points + other.points, **known)
+        made: list[Any] = [
+            None if theirs is None else torch.cat([own.to(theirs.device), theirs])
+            for own, theirs in zip(self.tensors().values(), other.tensors().values(), strict=True)
+        ]
+        return Items(Draws(made[0]), self.points + other.points, None, None, *made[1:])
 
     def __getitem__(self, some: Tensor) -> Items:
         """Some of the items, one for each of their points."""
-        known = {name: getattr(self, name) for name in ("label", "group", "batch")}
-        kept = {name: None if value is None else value[some.to(value.device)] for name, value in known.items()}
-        draws = self.draws[some.to(self.draws.values.device)]
-        return Items(draws, len(draws), **kept)
+        kept: list[Any] = [None if own is None else own[some.to(own.device)] for own in self.tensors().values()]
+        return Items(Draws(kept[0], self.draws.unit), len(kept[0]), None, None, *kept[1:])
 
 
 @dataclass(frozen=True)

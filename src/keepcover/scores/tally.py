@@ -13,7 +13,8 @@ all that a rule asks of the items of any number of points: memory grows neither 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -21,19 +22,15 @@ from torch import Tensor
 
 from keepcover.errors import InputError
 
-BITS, SMALLEST, LARGEST = (
-    6,
-    -6,
-    9,
-)  # after the leading bit; powers of two between which numbers differ from 0 and infinity
+# Bits after the leading one; powers of two between which numbers differ from 0 and infinity.
+BITS, SMALLEST, LARGEST = 6, -6, 9
 TOGETHER = 2**22  # numbers sorted into the grid at a time
 
 
 def _numbers() -> Tensor:
     steps = 1 + torch.arange(2**BITS, dtype=torch.float64) / 2**BITS
-    above = torch.cat([2.0**power * steps for power in range(SMALLEST, LARGEST)])
-    ends = torch.tensor([torch.inf], dtype=torch.float64)
-    return torch.cat([-ends, -above.flip(0), torch.zeros(1, dtype=torch.float64), above, ends])
+    above = torch.cat([*(2.0**power * steps for power in range(SMALLEST, LARGEST)), steps[:1] * torch.inf])
+    return torch.cat([-above.flip(0), steps[:1] * 0, above])
 
 
 GRID: Float[Tensor, " grid"] = _numbers()
@@ -125,11 +122,7 @@ class Tally:
     def of(cls, ascending: Tensor, weight: Tensor, owner: Tensor, points: int, group: Tensor | None = None) -> Tally:
         """The items of ``points`` points, ascending draws each; one row, or one per group that occurs."""
         device, draws = ascending.device, ascending.shape[1]
-        names, row = (
-            (torch.zeros(1), torch.zeros(points, dtype=torch.int64))
-            if group is None
-            else group.unique(return_inverse=True)
-        )
+        names, row = (torch.zeros(points) if group is None else group).unique(return_inverse=True)
         rows, row = len(names), row.to(device)
         above = torch.zeros(rows * draws, len(GRID), dtype=torch.float64, device=device)
         position = draws - 1 - torch.arange(draws, device=device)  # ascending[:, N - j] is the j-th largest
@@ -161,8 +154,12 @@ class Tally:
 
     def tensors(self) -> dict[str, Tensor | None]:
         """What a file keeps; the grid is the task's."""
-        known = {name: getattr(self, name) for name in ("weight", "count", "group", "batch")}
-        return {"calibration": self.above, **known}
+        columns = self._columns
+        return {"calibration": columns.pop("above"), **columns}
+
+    @property
+    def _columns(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "grid"}
 
     def check(self) -> None:
         """Raise unless this may be what :meth:`of` counted: weights of 1 per point at most, fewer above more."""
@@ -212,11 +209,10 @@ class Tally:
         """The rows of both, those of the same group and batch as one."""
         if not torch.equal(self.grid, other.grid) or self.draws != other.draws:
             raise InputError("expected points that were counted on the same thresholds with as many draws")
-        tensors = {}
-        for name in ("above", "weight", "count", "group", "batch"):
-            one, two = getattr(self, name), getattr(other, name)
-            tensors[name] = None if one is None or two is None else torch.cat([one, two])
-        return replace(self, **tensors).merged()
+        columns, theirs = self._columns, other._columns
+        for name, own in columns.items():
+            columns[name] = None if own is None or theirs[name] is None else torch.cat([own, theirs[name]])
+        return replace(self, **columns).merged()
 
     def numbered(self, batch: int) -> Tally:
         """With the number of their batch, where rows have none yet."""
@@ -229,5 +225,4 @@ class Tally:
 
     def __getitem__(self, some: Tensor) -> Tally:
         """Some of the rows."""
-        kept = {name: getattr(self, name) for name in ("above", "weight", "count", "group", "batch")}
-        return replace(self, **{name: None if value is None else value[some] for name, value in kept.items()})
+        return replace(self, **{name: value[some] for name, value in self._columns.items() if value is not None})

@@ -123,10 +123,8 @@ class PredictionIntervals(Shown):
         It is a superset, so it keeps the promise too.
         """
         low, high = self.pieces.unbind(dim=-1)
-        ends = [low.nan_to_num(nan=torch.inf, neginf=-torch.inf).amin(dim=-1), high]
-        ends[1] = high.nan_to_num(nan=-torch.inf, posinf=torch.inf).amax(dim=-1)
-        hull = torch.stack(ends, dim=-1)
-        hull = torch.where((hull[..., :1] <= hull[..., 1:]), hull, torch.nan)
+        ends = low.where(~low.isnan(), torch.inf).amin(dim=-1), high.where(~high.isnan(), -torch.inf).amax(dim=-1)
+        hull = torch.stack(ends, dim=-1).where((ends[0] <= ends[1])[..., None], torch.nan)
         return hull[:, 0] if hull.shape[1] == 1 else hull
 
     @property
@@ -162,14 +160,11 @@ class PredictionIntervals(Shown):
         """One dictionary per point: its intervals (one list per target where there are several), their length, and whether they
         say nothing. An end at infinity is None, which JSON has a word for.
         """
-        finite = [
-            [[[*map(_number, piece)] for piece in target if piece[0] == piece[0]] for target in point]
-            for point in self.pieces.tolist()
-        ]
-        return [
-            {"intervals": own[0] if len(own) == 1 else own, "size": _number(size), "trivial": trivial}
-            for own, size, trivial in zip(finite, self.length.tolist(), self.trivial.tolist(), strict=True)
-        ]
+        rows = []
+        for point, size, trivial in zip(self.pieces.tolist(), self.length.tolist(), self.trivial.tolist(), strict=True):
+            own = [[[*map(_number, piece)] for piece in target if piece[0] == piece[0]] for target in point]
+            rows.append({"intervals": own[0] if len(own) == 1 else own, "size": _number(size), "trivial": trivial})
+        return rows
 
     @property
     def traits(self) -> ndarray:

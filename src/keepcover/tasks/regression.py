@@ -62,10 +62,6 @@ class Regression(Task):
     def score_name(self) -> str:
         return self.score or "residual"
 
-    @property
-    def candidates(self) -> int | None:
-        return None
-
     def unfit(self, method: Any) -> str:
         if method.counts:
             return super().unfit(method)
