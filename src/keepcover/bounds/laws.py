@@ -14,6 +14,8 @@ from scipy.special import bdtr, betainc, betaincinv, gammaln
 from keepcover.bounds.concentration import hoeffding_bentkus
 from keepcover.errors import InputError
 
+Curve = Callable[[ndarray], ndarray]
+
 
 def binomial_tail(draws: int, at_least: Any, q: Any) -> Any:
     r"""P[Bin(draws, q) >= at_least], elementwise, accurate far into the tail (never ``1 - cdf``).
@@ -91,9 +93,7 @@ def covered_at_most_given(covered: float, m: int, missed: ndarray, exceeded: nda
     return float(min(few[0] + np.sum(np.diff(few) * exceeded[:-1]), 1.0))
 
 
-def conformal_law(
-    n: int, rank: int, worst_miss: Callable[[ndarray], ndarray] = lambda clean: clean
-) -> tuple[ndarray, ndarray]:
+def conformal_law(n: int, rank: int, worst_miss: Curve = lambda clean: clean) -> tuple[ndarray, ndarray]:
     r"""``missed`` and ``exceeded`` of a conformal quantile: the clean statistic of a fresh point exceeds the
     ``rank``-th of n with probability :math:`B \sim \mathrm{Beta}(n + 1 - rank, rank)`, and ``worst_miss(B)`` are missed.
 

@@ -39,10 +39,8 @@ class BandsRule(QuantileRule):
     def __post_init__(self) -> None:
         threat = self.asked.threat
         noise, shape = threat.noise, threat.noise.check_shape(str(threat.norm), threat.shape)
-        if self.asked.draws != noise.positions(shape):
-            raise InputError(
-                f"{noise} of inputs {list(shape)} are {noise.positions(shape)}, got {self.asked.draws} evaluations"
-            )
+        if (bands := noise.positions(shape)) != self.asked.draws:
+            raise InputError(f"{noise} of inputs {list(shape)} are {bands}, got {self.asked.draws} evaluations")
         if not 0 <= self.c <= max(self.most, 0):
             raise InputError(f"expected 0 <= c <= {self.most}, got {self.c}")
 

@@ -239,15 +239,13 @@ class Rule(ABC):
         """The statistics of calibration items, as this rule reads them."""
         own = items.first(self.calibration_draws)
         if own.several:
-            return Sample(self.losses(own), -1, own.count, own.grid, group=own.group)
+            return Sample(self.losses(own), own.count, own.grid, group=own.group)
         assert isinstance(own, Items)
-        return Sample(self.statistic(own.draws), own.points, label=own.label, group=own.group)
+        return Sample(self.statistic(own.draws), label=own.label, group=own.group)
 
     def losses(self, items: Items | Tally) -> Tensor:
         """Where points have several things to cover: the losses of every row on its grid, ``[rows, grid]``."""
-        raise InputError(
-            f"{self.name} needs one thing to cover per point; use exact_asymmetric or one_draw for several"
-        )
+        raise InputError(f"{self.name} needs one thing to cover per point; use exact_asymmetric or one_draw")
 
     def thresholds(self, sample: Sample) -> Tensor:
         """One threshold for each whom the promise is made to: a tensor that broadcasts over queries and labels."""
@@ -325,7 +323,7 @@ class Rule(ABC):
             return None
         for draws in (2**k for k in range(1, 21) if 2**k > self.test_draws):
             more = replace(self, asked=replace(self.asked, draws=draws, calibration_draws=draws))
-            if not more.always_full(more.threshold_of(Sample(more.statistic(items.draws), items.points))):
+            if not more.always_full(more.threshold_of(Sample(more.statistic(items.draws)))):
                 return draws
         return None
 

@@ -9,26 +9,194 @@ conformal risk control (:class:`ExactAsymmetric`, the majorant). See the docs fo
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy import ndarray
 from torch import Tensor
 
-from keepcover.bounds import hull_bracket, hull_curve, hull_level, is_majorant, majorant_gap, risk_control_law
+from keepcover.bounds import (
+    covered_at_most_given,
+    hull_bracket,
+    hull_curve,
+    hull_level,
+    hull_levels,
+    is_majorant,
+    majorant,
+    majorant_cost,
+    majorant_gap,
+    risk_control_law,
+)
 from keepcover.errors import InputError
 from keepcover.methods.bands import AllBands
-from keepcover.methods.base import Asked, Method, Rule
-from keepcover.methods.choosing import best_hull_rule, best_majorant_rule
-from keepcover.methods.counting import Chosen, CountRule, Once, RiskRule
+from keepcover.methods.base import Asked, Explanation, Fit, Method, Rule, around
 from keepcover.methods.holdout import Holdout
 from keepcover.noise import Noise
 from keepcover.promises import Sample
-from keepcover.scores import Draws, Steps
+from keepcover.promises.base import smallest
+from keepcover.scores import Draws, Items, Steps, Tally
 from keepcover.tasks import Task
+
+GAMMAS = (0.25, 0.5, 0.75)
+
+
+class Counting(Method):
+    """What certificates by counting share as methods."""
+
+    certified = True
+    compares_only = True
+    counts = True
+
+
+@dataclass(frozen=True)
+class Chosen(Counting):
+    """Those that choose how many draws may exceed t, and may let the boundary be randomised."""
+
+    randomize: bool = False
+
+    uses_holdout = True
+
+    @property
+    def gammas(self) -> tuple[float, ...]:
+        """The randomised boundaries to choose among."""
+        return (0.0, *GAMMAS) if self.randomize else (0.0,)
+
+
+class Once(Counting):
+    """Those with one draw for everything."""
+
+    draw_rule = "one"
+    needs_concave = True
+
+
+@dataclass(frozen=True)
+class CountRule(Rule):
+    """At most ``kappa`` of the draws above t; one more is forgiven with probability ``gamma``, drawn per query."""
+
+    kappa: int = 0
+    gamma: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.kappa < self.test_draws and 0 <= self.gamma < 1):
+            raise InputError(
+                f"expected 0 <= kappa < {self.test_draws} draws and 0 <= gamma < 1, got {self.kappa} and {self.gamma}"
+            )
+        if self.gamma and isinstance(self.method, Once):
+            raise InputError(f"{self.name} forgives nothing; expected gamma 0, got {self.gamma}")
+
+    @property
+    def counting(self) -> tuple[int, float]:
+        return self.kappa, self.gamma
+
+    def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
+        strict = draws.largest(self.kappa + 1)  # at most t iff at most kappa draws exceed t
+        if self.gamma == 0:
+            return strict
+        if v is None:
+            raise InputError("a randomised boundary needs one uniform number per query, independent of the noise")
+        forgiven = (v < self.gamma).view(-1, *[1] * (strict.ndim - 1))
+        return torch.where(forgiven, draws.largest(self.kappa + 2), strict)
+
+    def climb(self, true: Draws, threshold: Tensor) -> Tensor:
+        """The (kappa+1)-th largest score of the truth, minus t: above 0 the truth is missed.
+
+        The attacker's number of draws may differ from the rule's, so the position is scaled.
+        """
+        return around(true, round((self.kappa + 0.5) / self.test_draws * true.count - 0.5), threshold)
+
+    def explain(self, draws: Draws, threshold: Tensor, fit: Fit, v: Tensor | None = None) -> Explanation:
+        forgiven = v is not None and bool((v < self.gamma).all())
+        return Explanation.votes(draws, threshold, self.kappa + forgiven)
+
+    def p_value(self, covered: float, m: int, n: int) -> float:
+        return covered_at_most_given(covered, m, *self.law(n, several=not isinstance(covered, int)))
+
+    @abstractmethod
+    def holdout_risk(self, law: ndarray) -> ndarray:
+        """What calibration keeps below alpha (or alpha'), minus it, at each threshold of a holdout's count law."""
+
+    def estimated_size(self, holdout: Holdout) -> float:
+        fits = self.holdout_risk(holdout.count_law(self.calibration_draws)) <= 0
+        size = holdout.size(self.test_draws, self.kappa, self.gamma)
+        return float(size[fits.argmax() if fits.any() else -1])
+
+
+@dataclass(frozen=True)
+class RiskRule(CountRule):
+    r"""Conformal risk control of :math:`\sum_k w_k\,g(count_k(t))`: t = the smallest value with
+    :math:`(\sum_i \sum_k w_{ik}\,g(count_{ik}(t)) + g(N_{cal})) / (n+1) \le` a level. The constant is the largest loss that the
+    next point can have, g(N_cal), whether that is 1 or more; points without items lose nothing and count among the n.
+    """
+
+    g: ClassVar[tuple[float, ...]] = (0.0, 1.0)
+
+    @property
+    def spends(self) -> Fraction:
+        """The level at which the mean loss is controlled."""
+        return self.asked.level
+
+    @property
+    def _rises(self) -> tuple[ndarray, ndarray]:
+        """The counts at which g rises, and by how much."""
+        rise = np.diff(self.g)
+        return np.flatnonzero(rise > 0) + 1, rise[rise > 0]
+
+    def statistic(self, true: Draws) -> Tensor:
+        # count(t) >= j iff the j-th largest draw exceeds t: these order statistics are all that g can see.
+        at, _ = self._rises
+        return true.ascending[..., true.count - torch.as_tensor(at, device=true.values.device)]
+
+    def losses(self, items: Items | Tally) -> Tensor:
+        return items.losses(self.g)
+
+    def _budget(self, points: int | float, own: float = 1.0) -> float:
+        """How large the sum of g over calibration points may be."""
+        return self.asked.promise.budget(points, self.spends, self.g[-1], own)
+
+    @property
+    def least_points(self) -> int:
+        return smallest(lambda n: self._budget(n) >= n * self.g[0], 1)
+
+    def threshold_of(self, sample: Sample) -> float:
+        if sample.grid is not None:
+            fits = self._fits(sample.statistic.sum(dim=0), sample.points)
+            broken = (~fits).nonzero()
+            return float(sample.grid[0 if not len(broken) else min(int(broken[-1]) + 1, len(sample.grid) - 1)])
+        share = torch.ones(len(sample.statistic)) if sample.importance is None else sample.importance
+        points = float(share.double().sum())
+        budget = self._budget(points, sample.own) - points * self.g[0]
+        if budget < 0:
+            return math.inf
+        scores, order = sample.statistic.flatten().sort(descending=True)
+        rises = torch.as_tensor(self._rises[1], device=scores.device) * share.to(scores.device)[:, None]
+        # The sum of g over the points minus that of g(0), once t falls below a score.
+        spent = rises.flatten()[order].cumsum(dim=0)
+        broke = torch.searchsorted(spent, budget, right=True)
+        return float(scores[broke]) if broke < len(scores) else -math.inf
+
+    def _fits(self, total: Tensor, points: int) -> Tensor:
+        """Where a sum of losses keeps to its budget; weights are rounded, so they are taken for a little more."""
+        return total * (1 + 1e-12) <= self._budget(points)
+
+    def holdout_risk(self, law: ndarray) -> ndarray:
+        n = self.asked.cell_points
+        return law @ np.array(self.g) - self._budget(n) / n
+
+    def supports(self, items: Any, threshold: float) -> bool:
+        if threshold == math.inf:
+            return True
+        own = items.first(self.calibration_draws)
+        if own.several:
+            # No more is claimed than at the next threshold down.
+            at = int(torch.searchsorted(own.grid, threshold, right=True)) - 1
+            return bool(self._fits(self.losses(own).sum(dim=0), own.points)[at])
+        assert isinstance(own, Items)
+        total = float(torch.tensor(self.g, dtype=torch.float64)[own.draws.above(threshold).cpu()].sum())
+        return total <= self._budget(own.points) + 1e-9 * own.points
 
 
 @dataclass(frozen=True)
@@ -44,10 +212,8 @@ class HullRule(CountRule):
 
     @property
     def words(self) -> str:
-        return (
-            f"at most {self.kappa} of {self.test_draws} draws above t, the quantile of the draw ranked {self.c + 1} of "
-            f"{self.calibration_draws}"
-        )
+        ranked = f"the draw ranked {self.c + 1} of {self.calibration_draws}"
+        return f"at most {self.kappa} of {self.test_draws} draws above t, the quantile of {ranked}"
 
     @property
     def level(self) -> float:
@@ -94,8 +260,6 @@ class Exact(Chosen):
         randomize: let the boundary be randomised: it removes granularity for few draws.
     """
 
-    randomize: bool = False
-
     name = "exact"
     makes = HullRule
 
@@ -120,10 +284,8 @@ class MajorantRule(RiskRule):
 
     @property
     def words(self) -> str:
-        return (
-            f"at most {self.kappa} of {self.test_draws} draws above t, by risk control; g rises from {self.g[0]:.4f} to "
-            f"{self.g[-1]:.3f}"
-        )
+        rises = f"g rises from {self.g[0]:.4f} to {self.g[-1]:.3f}"
+        return f"at most {self.kappa} of {self.test_draws} draws above t, by risk control; {rises}"
 
     def verify(self, task: Task) -> None:
         super().verify(task)
@@ -158,8 +320,6 @@ class ExactAsymmetric(Chosen):
     Attributes:
         randomize: let the boundary be randomised.
     """
-
-    randomize: bool = False
 
     name = "exact_asymmetric"
     makes = MajorantRule
@@ -207,7 +367,7 @@ class OneDrawRisk(RiskRule):
 
     def estimated_size(self, holdout: Holdout) -> float:
         sample, n = self.sample(holdout.items(self.reading)), self.asked.cell_points
-        as_many = replace(sample, statistic=sample.statistic * (n / sample.points), points=n)
+        as_many = replace(sample, statistic=sample.statistic * (n / sample.points), count=torch.tensor([n]))
         return float(self.sizes(holdout, torch.tensor(self.threshold_of(as_many), dtype=torch.float64)).mean())
 
     def law(self, n: int, several: bool = False) -> tuple[ndarray, ndarray]:
@@ -243,8 +403,6 @@ class Auto(Chosen):
     majorant, the hull with as many as per query, or the majorant. Where nothing is random, the deterministic rule.
     """
 
-    randomize: bool = False
-
     name = "auto"
     things = "any"
 
@@ -275,3 +433,91 @@ class Auto(Chosen):
 
     def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> Rule:
         raise InputError("auto chooses among exact, exact_asymmetric and bands: a rule is of one of them")
+
+
+# -- choosing on the holdout: approximate where it only chooses, exact where it certifies --------------------------------
+
+
+def candidates(asked: Asked) -> tuple[ndarray, ndarray]:
+    """Pairs (c, kappa) worth trying: all of them for few draws, else those where kappa meets the attacked median."""
+    cal, test = asked.per_point, asked.draws
+    some_c = np.arange(cal) if cal <= 32 else np.unique(np.geomspace(1, 0.75 * cal, 28).round().astype(int) - 1)
+    if test <= 32:
+        c, kappa = np.meshgrid(some_c, np.arange(test), indexing="ij")
+        return c.ravel(), kappa.ravel()
+    attacked = asked.threat.up((some_c + 0.5) / cal)
+    spread = np.sqrt(attacked * (1 - attacked) * test) + 1
+    kappa = (test * attacked)[:, None] + spread[:, None] * np.linspace(-1.0, 2.5, 11)
+    pairs = {(int(c), int(k)) for c, row in zip(some_c, kappa, strict=True) for k in row.round() if 0 <= k < test}
+    c_all, kappa_all = np.array(sorted(pairs)).T
+    return c_all, kappa_all
+
+
+def _hull_sizes(asked: Asked, holdout: Holdout, gamma: float) -> tuple[ndarray, ndarray, ndarray, ndarray]:
+    """Estimated set size of every candidate rule, with c, kappa and the index of its threshold."""
+    c, kappa = candidates(asked)
+    level = hull_levels(asked.counts, c, kappa, float(asked.level), gamma)
+    law = holdout.count_law(asked.per_point)
+    missed = law[:, ::-1].cumsum(axis=1)[:, ::-1]  # [t, j]: share of points with at least j draws above t
+    n, promise = asked.cell_points, asked.promise
+    share = np.array([promise.share(n, float(a)) for a in level]) if promise.clauses else level
+    at = (missed[:, c + 1] <= share).argmax(axis=0)
+    by_kappa = {int(k): holdout.size(asked.draws, int(k), gamma) for k in np.unique(kappa)}
+    size = np.array([by_kappa[int(k)][i] for k, i in zip(kappa, at, strict=True)])
+    # Too few calibration points for that level: the threshold would be infinite.
+    hopeless = level < promise.least_level(n)
+    size[hopeless] = np.array([by_kappa[int(k)][-1] for k in kappa[hopeless]])
+    return size, c, kappa, at
+
+
+def best_hull_rule(asked: Asked, holdout: Holdout, gamma: float = 0.0) -> tuple[float, int, int, float]:
+    """The (c, kappa) with the smallest estimated set size: (size, c, kappa, gamma)."""
+    size, c, kappa, _ = _hull_sizes(asked, holdout, gamma)
+    best = int(size.argmin())
+    return float(size[best]), int(c[best]), int(kappa[best]), gamma
+
+
+def _likely_kappas(asked: Asked, holdout: Holdout, gamma: float, most: int = 7) -> list[tuple[int, int]]:
+    """The kappas under which the hull already does best, each with its threshold's index: where the majorant looks."""
+    size, _, kappa, at = _hull_sizes(asked, holdout, gamma)
+    found: dict[int, int] = {}
+    for i in size.argsort(kind="stable"):
+        found.setdefault(int(kappa[i]), int(at[i]))  # the best of each kappa wins
+    return list(found.items())[:most]
+
+
+def best_majorant_rule(
+    asked: Asked, holdout: Holdout, gammas: tuple[float, ...]
+) -> tuple[int, float, tuple[float, ...]]:
+    """kappa, gamma and g with the smallest estimated set size."""
+    law, counts = holdout.count_law(asked.per_point), asked.counts
+    found = []
+    for gamma in gammas:
+        for kappa, start in _likely_kappas(asked, holdout, gamma):
+            at = _smallest_threshold(asked, law, kappa, gamma, start)
+            found.append((float(holdout.size(asked.draws, kappa, gamma)[at]), kappa, gamma, at))
+    _, kappa, gamma, at = min(found)
+    g, _ = majorant(law[at], counts, kappa, gamma, _price(asked))
+    return kappa, gamma, tuple(float(value) for value in g)
+
+
+def _smallest_threshold(asked: Asked, law: ndarray, kappa: int, gamma: float, start: int) -> int:
+    """The smallest threshold whose majorant fits into alpha on the holdout, from ``start`` up or down."""
+    level, n, price = asked.level, asked.cell_points, _price(asked)
+
+    def fits(at: int) -> bool:
+        if at == len(law) - 1:
+            return True
+        mean, top = majorant_cost(law[at], asked.counts, kappa, gamma, price)
+        return n * mean <= asked.promise.budget(n, level, top)
+
+    if not fits(start):
+        return smallest(fits, start + 1, len(law) - 1)
+    return start + 1 - smallest(lambda down: not fits(start - down), 1, start + 1)
+
+
+def _price(asked: Asked) -> float:
+    """What clauses charge for the top of g, per point and unit, beyond what the marginal promise does."""
+    n, level = asked.cell_points, asked.level
+    low, high = (asked.promise.budget(n, level, top) for top in (1.0, 1.25))
+    return max(0.0, (low - high) / 0.25 - 1.0) / n if asked.promise.clauses else 0.0

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any
 
 from scipy.special import betainc
 
@@ -19,9 +19,7 @@ from keepcover.promises.base import Clause, number, smallest
 
 
 class Amount(Clause):
-    """A clause whose value is one number; ``expected`` says in words what :meth:`fits`."""
-
-    expected: ClassVar[str]
+    """A clause whose value is one number: :attr:`expected` says in words what :meth:`fits`."""
 
     @abstractmethod
     def fits(self, value: float) -> bool:

@@ -59,7 +59,6 @@ class Sample:
     Attributes:
         statistic: what a rule keeps of every item, ``[items]`` or ``[items, j]``; where points have several, the losses of every
             row on a grid, ``[rows, grid]``.
-        points: how many points there are; by default one per item, or as many as ``count`` says.
         count: points of every row, where points have several items.
         grid: the thresholds of those losses.
         label, group: the class and the group of every item's or row's points, where a promise asks.
@@ -68,7 +67,6 @@ class Sample:
     """
 
     statistic: Tensor
-    points: int = -1
     count: Tensor | None = None
     grid: Tensor | None = None
     label: Tensor | None = None
@@ -76,16 +74,16 @@ class Sample:
     importance: Tensor | None = None
     own: float = 1.0
 
-    def __post_init__(self) -> None:
-        if self.points < 0:
-            points = len(self.statistic) if self.count is None else int(self.count.sum())
-            object.__setattr__(self, "points", points)
+    @property
+    def points(self) -> int:
+        """How many points there are: one per item, or as many as ``count`` says."""
+        return len(self.statistic) if self.count is None else int(self.count.sum())
 
     def __getitem__(self, some: Tensor) -> Sample:
         """Some of the items or rows."""
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "grid"}
         kept = {name: value[some.to(value.device)] for name, value in kept.items() if isinstance(value, Tensor)}
-        return replace(self, **kept, points=-1)
+        return replace(self, **kept)
 
 
 class Clause:
@@ -95,6 +93,7 @@ class Clause:
 
     Attributes:
         keyword: its name in ``Promise(keyword=value)``, on the command line and in saved predictors.
+        expected: which values it takes, in words.
         absent: the value besides None that says nothing.
         settles: what the promise is no longer an average over, among ``AVERAGED``.
         assumptions: what the clause itself rests on.
@@ -109,6 +108,7 @@ class Clause:
     """
 
     keyword: ClassVar[str]
+    expected: ClassVar[str] = ""
     absent: ClassVar[Any] = None
     settles: ClassVar[tuple[str, ...]] = ()
     assumptions: ClassVar[tuple[str, ...]] = ()
@@ -167,7 +167,11 @@ class Clause:
         return 0.0
 
     def check(self, task: Any) -> None:
-        """Refuse a task that the clause means nothing for."""
+        """Refuse a task that the clause means nothing for: one whose points have no class, where the clause reads it."""
+        if "label" in self.reads and not task.classed:
+            raise InputError(
+                f"{self.keyword} speaks of the class of every point: it needs a classification task whose labels are all known"
+            )
 
     def settled(self, holdout: Any, n: int, alpha: float) -> Clause:
         """The clause with everything chosen that it leaves to the holdout."""
@@ -178,8 +182,8 @@ class Clause:
         return ""
 
     def whom(self) -> str:
-        """For whom the probability is promised, after its number: `` for every true class``."""
-        return ""
+        """For whom the probability is promised, after its number: `` for every group``."""
+        return f" for every {self.unit}" if self.unit else ""
 
     def sentence(self) -> str:
         """A part of the guarantee's sentence, or nothing; it follows a comma."""
@@ -193,12 +197,9 @@ class Clause:
         """The clause's value for JSON."""
         return getattr(self, fields(self)[0].name)  # type: ignore[arg-type]
 
-    def needs_classes(self, task: Any) -> None:
-        """Refuse a task whose points have no class of their own."""
-        if not task.classed:
-            raise InputError(
-                f"{self.keyword} speaks of the class of every point: it needs a classification task whose labels are all known"
-            )
+
+CLAUSES: dict[str, type[Clause]] = {}
+"""What a promise may say, by keyword; hooks run in this order."""
 
 
 @dataclass(frozen=True, init=False)
@@ -227,8 +228,6 @@ class Promise:
     clauses: tuple[Clause, ...] = field(default=())
 
     def __init__(self, **clauses: Any) -> None:
-        from keepcover.promises import CLAUSES
-
         unknown = [name for name in clauses if name not in CLAUSES]
         if unknown:
             raise InputError(f"a promise may say {', '.join(CLAUSES)} beyond the marginal one, got {unknown[0]!r}")
@@ -459,8 +458,6 @@ class Promise:
     @property
     def budgets(self) -> dict[str, str]:
         """What every clause that could be said allows for here, in words: poison, drift and the like."""
-        from keepcover.promises import CLAUSES
-
         said = {clause.keyword: clause.sentence() for clause in self.clauses}
         return {name: said.get(name) or without for name, kind in CLAUSES.items() if (without := kind.without)}
 

@@ -1,10 +1,11 @@
-"""For every class, cluster of classes or group, instead of on average over them."""
+"""Clauses on classes and groups: for every one of them, or for other shares of them than at calibration."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -12,10 +13,9 @@ from torch import Tensor
 
 from keepcover.assumption import Assumption
 from keepcover.errors import InputError
-from keepcover.promises.base import Clause, Sample
+from keepcover.promises.base import Clause, Sample, number
 
 POINTS = 200  # per cluster, where there are so many: fewer make the level of a quantile coarse
-EXPECTED = "clusters='auto' or the cluster of every class, 0 and up"
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,6 @@ class PerClass(Clause):
         known = PerGroup(tuple(sorted(set(listed), key=lambda name: (isinstance(name, str), name))))
         return replace(known, codes=known.encode(listed))
 
-    def check(self, task: Any) -> None:
-        self.needs_classes(task)
-
     def cells(self, sample: Sample) -> Tensor | None:
         return sample.label
 
@@ -64,9 +61,6 @@ class PerClass(Clause):
 
     def whom(self) -> str:
         return " for every true class"
-
-    def short(self) -> str:
-        return "per class"
 
 
 @dataclass(frozen=True)
@@ -80,6 +74,7 @@ class Clusters(Clause):
     clusters: str | tuple[int, ...]
 
     keyword = "clusters"
+    expected = "clusters='auto' or the cluster of every class, 0 and up"
     requires = ("class", "clusters pool classes, so the promise must be per class; say per='class' too")
     unit = "cluster"
     assumptions = (
@@ -95,7 +90,7 @@ class Clusters(Clause):
         if given == "auto":
             return
         if isinstance(given, str) or not given or not all(type(c) is int and c >= 0 for c in given):
-            raise InputError(f"expected {EXPECTED}, got {given!r}")
+            raise InputError(f"expected {self.expected}, got {given!r}")
         if set(given) != set(range(max(given) + 1)):
             raise InputError(f"expected clusters numbered 0, 1, ... without gaps, got {sorted(set(given))}")
 
@@ -103,7 +98,7 @@ class Clusters(Clause):
     def of(cls, value: Any) -> Clusters:
         listed = value.tolist() if isinstance(value, np.ndarray | Tensor) else value
         if not isinstance(listed, str | list | tuple):
-            raise InputError(f"expected {EXPECTED}, got {value!r}")
+            raise InputError(f"expected {cls.expected}, got {value!r}")
         return cls(listed if isinstance(listed, str) else tuple(listed))
 
     @property
@@ -117,7 +112,6 @@ class Clusters(Clause):
         return torch.tensor(self.clusters)
 
     def check(self, task: Any) -> None:
-        self.needs_classes(task)
         if self.clusters != "auto" and task.candidates not in (None, len(self.clusters)):
             raise InputError(f"expected the cluster of each of {task.candidates} classes, got {len(self.clusters)}")
 
@@ -209,9 +203,6 @@ class PerGroup(Clause):
             )
         return torch.tensor([place.get(name, -1) for name in listed], dtype=torch.int64)
 
-    def whom(self) -> str:
-        return " for every group"
-
     def short(self) -> str:
         return "per group"
 
@@ -235,3 +226,59 @@ def plain(groups: Any) -> list[str | int]:
         found = repr(strange[0]) if strange else "none"
         raise InputError(f"expected groups as names or whole numbers, one per point, got {found}")
     return listed
+
+
+@dataclass(frozen=True)
+class LabelWeights(Clause):
+    """Label shift with known weights, one per class: its share among queries over its share at calibration.
+
+    A calibration point counts as much as its class weighs, and the query as much as its candidate label would
+    (Tibshirani et al. 2019, Podkopaev & Ramdas 2021), so every candidate label has a threshold of its own.
+    """
+
+    label_weights: tuple[float, ...]
+
+    keyword = "label_weights"
+    expected = "finite label_weights of 0 or more, one per class"
+    reads = ("label",)
+    departs = True
+    excludes: ClassVar[dict[str, str]] = {
+        "delta": "the law of a weighted quantile over calibration draws is not known",
+        "poisoned": "a replaced point may carry the weight of any class, and a rank m higher does not make up for it",
+    }
+    without = "other shares of the classes than at calibration: as part of a drift only"
+    assumptions = (
+        Assumption(
+            "Queries of every class are as at calibration, only their shares differ, by the weights given; the weights were not "
+            "estimated from inputs that an attacker can move.",
+            "you",
+            "Take the weights from known shares, and compare them with the classes of labelled queries from time to time.",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        if not all(0 <= w < math.inf for w in self.label_weights) or not sum(self.label_weights) > 0:
+            raise InputError(f"expected {self.expected}, got {self.label_weights}")
+
+    @classmethod
+    def of(cls, value: Any) -> LabelWeights:
+        # Of a mapping the keys would be taken, of a set an order of its own.
+        listed = isinstance(value, Sequence | np.ndarray | Tensor) and not isinstance(value, str | bytes)
+        if not listed or getattr(value, "ndim", 1) != 1:
+            raise InputError(f"expected {cls.expected}, got {value!r}")
+        return cls(tuple(number(w, cls.expected) for w in value))
+
+    def check(self, task: Any) -> None:
+        super().check(task)
+        if task.candidates not in (None, len(self.label_weights)):
+            raise InputError(f"expected {task.candidates} label_weights, one per class, got {len(self.label_weights)}")
+
+    def importance(self) -> Tensor | None:
+        return torch.tensor(self.label_weights, dtype=torch.float64)
+
+    def short(self) -> str:
+        return "label weights"
+
+    def sentence(self) -> str:
+        low, high = min(self.label_weights), max(self.label_weights)
+        return f"for a population whose classes are {low:g} to {high:g} times as frequent as at calibration"

@@ -18,7 +18,7 @@ from keepcover.guarantee import Guarantee
 from keepcover.scores import Reading, Tally
 from keepcover.tasks.base import Rule, Task
 from keepcover.tasks.metrics import RiskEvaluation, as_labels
-from keepcover.tasks.shown import Shown
+from keepcover.tasks.shown import Shown, by_row
 
 SLACK = 1e-6  # rounding of a user's own arithmetic
 
@@ -260,8 +260,7 @@ class LossSets(Shown):
 
     def rows(self) -> list[dict[str, Any]]:
         """One dictionary per query: its parameter and the size of what is made of it."""
-        columns = (self.parameter.tolist(), self.size.tolist(), self.trivial.tolist())
-        return [dict(zip(("parameter", "size", "trivial"), row, strict=True)) for row in zip(*columns, strict=True)]
+        return by_row(parameter=self.parameter.tolist(), size=self.size.tolist(), trivial=self.trivial.tolist())
 
     def arrays(self) -> dict[str, Tensor]:
         return {"parameter": self.parameter, "made": self.made}

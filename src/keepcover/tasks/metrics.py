@@ -62,8 +62,9 @@ class Spread:
         return f"{self.mean:.3f} ± {self.std:.3f}"
 
 
+@dataclass(frozen=True)
 class Sized:
-    """What every measurement says of sizes."""
+    """What every measurement says: the coverage, the mean size, and its spread between points."""
 
     coverage: Proportion
     size: float
@@ -76,7 +77,7 @@ class Sized:
         return max(0.0, self.size - half), self.size + half
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)  # type: ignore[call-overload]
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,6 @@ class Evaluation(Sized):
         by_group, size_by_group: the same for groups, where they were given.
     """
 
-    coverage: Proportion
-    size: float
-    size_std: float
     singletons: float
     empty: float
     full: float
@@ -109,11 +107,8 @@ class Evaluation(Sized):
     size_by_group: dict[Any, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        empty = f"   empty {self.empty:.1%}" if self.empty else ""
-        return (
-            f"coverage {self.coverage}   size {self.size:.2f}   singletons {self.singletons:.1%}{empty}   "
-            f"{self.coverage.count} images"
-        )
+        few = f"singletons {self.singletons:.1%}" + (f"   empty {self.empty:.1%}" if self.empty else "")
+        return f"coverage {self.coverage}   size {self.size:.2f}   {few}   {self.coverage.count} images"
 
 
 @dataclass(frozen=True)
@@ -128,9 +123,6 @@ class RiskEvaluation(Sized):
         by_class: of all true things of each class, the share held; nothing is promised for them.
     """
 
-    coverage: Proportion
-    size: float
-    size_std: float
     nothing: int
     by_class: dict[int, float] = field(default_factory=dict)
 

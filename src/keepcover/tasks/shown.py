@@ -44,6 +44,16 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return f"<table><thead><tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr></thead><tbody>{body}</tbody></table>"
 
 
+def by_row(**columns: Sequence[Any]) -> list[dict[str, Any]]:
+    """One dictionary per row of these columns.
+
+    Example:
+        >>> by_row(label=["cat", "dog"], size=[1, 2])
+        [{'label': 'cat', 'size': 1}, {'label': 'dog', 'size': 2}]
+    """
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
 class Shown:
     """What every kind of sets can be turned into, from its rows and its guarantee: a dataclass whose first field has one row per
     set.
