@@ -20,7 +20,6 @@ from torch import Tensor
 
 from keepcover.errors import InputError
 from keepcover.methods.base import Asked, Explanation, Fit, Method, Rule, around
-from keepcover.methods.cp import QuantileRule
 from keepcover.methods.holdout import Holdout
 from keepcover.noise import Noise
 from keepcover.promises import Sample
@@ -31,7 +30,7 @@ _MOST = 24  # values of c that are tried
 
 
 @dataclass(frozen=True)
-class BandsRule(QuantileRule):
+class BandsRule(Rule):
     """At most ``c`` of the bands outside some window of those that an attack can touch exceed t."""
 
     c: int = 0

@@ -225,9 +225,14 @@ class Rule(ABC):
         """
         return self.statistic(draws)
 
-    @abstractmethod
     def threshold_of(self, sample: Sample) -> float:
-        """The threshold that calibration statistics give; +inf means everything."""
+        """The threshold that calibration statistics give; +inf means everything. By default a conformal quantile."""
+        return self.asked.promise.quantile(sample, self.taken)
+
+    @property
+    def taken(self) -> Fraction:
+        """The miscoverage at which the quantile is taken."""
+        return self.method.left(self.asked)
 
     def read(self, items: Held) -> Held:
         """Items whose scores are the score itself, or its order, as this rule reads them: transformed."""
@@ -365,7 +370,7 @@ class Rule(ABC):
     @property
     def least_points(self) -> int:
         """With fewer calibration points a threshold is +inf: a label or a group with so few is in every set, or has full sets."""
-        return self.asked.promise.points_needed(self.method.left(self.asked))
+        return self.asked.promise.points_needed(self.taken)
 
     def supports(self, items: Any, threshold: float) -> bool:
         """Whether the calibration items, as this rule reads them, support the threshold: computed again, it is no larger."""

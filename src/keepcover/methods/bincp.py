@@ -22,7 +22,6 @@ from torch import Tensor
 from keepcover.bounds import bernstein, clopper_pearson, dkw, exact_level, hoeffding
 from keepcover.errors import InputError
 from keepcover.methods.base import Asked, Explanation, Fit, Method, Rule
-from keepcover.methods.cp import QuantileRule
 from keepcover.methods.holdout import Holdout
 from keepcover.promises import Sample
 from keepcover.scores import PTT, Draws
@@ -55,7 +54,7 @@ class Bounded(Method):
         return self.eta / (asked.n + asked.candidates)
 
 
-class Shares(QuantileRule):
+class Shares(Rule):
     """What both forms of BinCP share: shares of draws become probabilities, are attacked, and become shares again."""
 
     method: Any  # a Bounded: what it may fail with
@@ -222,7 +221,7 @@ class BinCPThreshold(Bounded):
         return self.rule(asked, t=float(pooled.kthvalue(math.ceil((1 - asked.alpha) * len(pooled))).values))
 
 
-class CalibrationTime(QuantileRule):
+class CalibrationTime(Rule):
     """Minus an upper bound of the mean conformity, so that small means that the label fits."""
 
     method: CAS

@@ -17,14 +17,7 @@ from keepcover.promises import Sample
 from keepcover.scores import PTT, Draws
 
 
-class QuantileRule(Rule):
-    """The threshold is a conformal quantile of the calibration statistics, at what is left of alpha."""
-
-    def threshold_of(self, sample: Sample) -> float:
-        return self.asked.promise.quantile(sample, self.method.left(self.asked))
-
-
-class FirstDraw(QuantileRule):
+class FirstDraw(Rule):
     """Keep a candidate iff the score of its one draw is at most the quantile."""
 
     @property
@@ -38,7 +31,7 @@ class FirstDraw(QuantileRule):
         return Explanation.of(fit(draws.values[..., 0].double()), fit(threshold.double()), "probability")
 
 
-class MeanRule(QuantileRule):
+class MeanRule(Rule):
     """Keep a candidate iff its mean noisy score is at most the quantile of such means."""
 
     def statistic(self, true: Draws) -> Tensor:
@@ -69,7 +62,7 @@ class SmoothedCP(Method):
     draw_rule = "same"
 
 
-class SmoothedRule(QuantileRule):
+class SmoothedRule(Rule):
     """The mean score at most what an attack can make of the calibrated mean."""
 
     def statistic(self, true: Draws) -> Tensor:

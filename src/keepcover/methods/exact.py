@@ -41,8 +41,6 @@ from keepcover.promises.base import smallest
 from keepcover.scores import Draws, Items, Steps, Tally
 from keepcover.tasks import Task
 
-GAMMAS = (0.25, 0.5, 0.75)
-
 
 class Counting(Method):
     """What certificates by counting share as methods."""
@@ -63,7 +61,7 @@ class Chosen(Counting):
     @property
     def gammas(self) -> tuple[float, ...]:
         """The randomised boundaries to choose among."""
-        return (0.0, *GAMMAS) if self.randomize else (0.0,)
+        return (0.0, 0.25, 0.5, 0.75) if self.randomize else (0.0,)
 
 
 class Once(Counting):
@@ -221,18 +219,15 @@ class HullRule(CountRule):
         return hull_level(self.counts, self.c, self.kappa, float(self.asked.level), self.gamma)
 
     @property
-    def least_points(self) -> int:
-        return self.asked.promise.points_needed(Fraction(self.level))
+    def taken(self) -> Fraction:
+        return Fraction(self.level)
 
     def statistic(self, true: Draws) -> Tensor:
         return true.largest(self.c + 1)
 
-    def threshold_of(self, sample: Sample) -> float:
-        return self.asked.promise.quantile(sample, Fraction(self.level))
-
     def holdout_risk(self, law: ndarray) -> ndarray:
         n, promise = self.asked.cell_points, self.asked.promise
-        if promise.rank(n, Fraction(self.level)) > n:
+        if promise.rank(n, self.taken) > n:
             return np.ones(len(law))  # no finite threshold will do
         return law[:, self.c + 1 :].sum(axis=1) - promise.share(n, self.level)
 
@@ -428,8 +423,7 @@ class Auto(Chosen):
         return ""
 
     def check(self, asked: Asked, task: Task) -> None:
-        deterministic = asked.threat.noise.deterministic
-        AllBands().check(asked, task) if deterministic else super().check(asked, task)
+        (AllBands().check if asked.threat.noise.deterministic else super().check)(asked, task)
 
     def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> Rule:
         raise InputError("auto chooses among exact, exact_asymmetric and bands: a rule is of one of them")

@@ -81,9 +81,8 @@ class Sample:
 
     def __getitem__(self, some: Tensor) -> Sample:
         """Some of the items or rows."""
-        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "grid"}
-        kept = {name: value[some.to(value.device)] for name, value in kept.items() if isinstance(value, Tensor)}
-        return replace(self, **kept)
+        rows = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name != "grid"}
+        return replace(self, **{name: value[some.to(value.device)] for name, value in rows.items()})
 
 
 class Clause:

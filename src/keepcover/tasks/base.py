@@ -210,9 +210,8 @@ class Task(ABC):
 
     def config(self) -> dict[str, Any]:
         """Name and fields, for JSON; :meth:`from_config` reads it back."""
-        own = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
-        return {"name": self.name, **plain}
+        own = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
+        return {"name": self.name, **{name: list(value) if isinstance(value, tuple) else value for name, value in own}}
 
 
 Own = TypeVar("Own", bound="Candidates")

@@ -172,9 +172,8 @@ class PredictionIntervals(Shown):
         return np.stack([leading(one.double().cpu().numpy()) for one in (self.length, middle)], axis=1)
 
     def __repr__(self) -> str:
-        n, kept = len(self), f"{100 * (1 - self.guarantee.alpha):g} % {self.held}"
-        mean = float(self.length.mean()) if n else 0.0
-        head = f"{n} prediction intervals, mean length {mean:.4g}; {kept}"
+        mean, kept = float(self.length.mean()) if len(self) else 0.0, f"{100 * (1 - self.guarantee.alpha):g} %"
+        head = f"{len(self)} prediction intervals, mean length {mean:.4g}; {kept} {self.held}"
         return self.listed(head, (str(row["intervals"]) for row in self[:8].rows()))
 
 
