@@ -19,7 +19,7 @@ from keepcover.methods import METHODS, Asked, Holdout, get_method
 from keepcover.promises import Sample
 from keepcover.scores import Items, Reading
 from keepcover.tasks import PredictionIntervals, get_task, regression
-from keepcover.tasks.intervals import deep, depth
+from keepcover.tasks.regression import deep, depth
 from keepcover.testing import check_task
 from tests.methods.worst import LAWS, SIGMA, thresholds, violated
 
@@ -76,7 +76,7 @@ def test_the_sweep_is_what_counting_gives() -> None:
 
 @pytest.mark.parametrize("mutant", [inverted_kept, inverted_turned, ends_before_starts, open_intervals])
 def test_a_wrong_sweep_is_noticed(mutant: Callable[..., Ends], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepcover.tasks.intervals.depth", mutant)
+    monkeypatch.setattr("keepcover.tasks.regression.depth", mutant)
     assert not agrees()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,20 @@ def hoeffding_bentkus(share: float, n: int, mean: Array) -> Array:
     return np.minimum(chernoff, np.e * bdtr(most, n, mean))[()]
 
 
+def bisect(holds: Callable[[float], Any], low: float, high: float) -> tuple[float, float]:
+    """Where ``holds``, true from ``low`` on, ceases to be true before ``high``: the number before and the one after, rounded apart.
+
+    Example:
+        >>> low, high = bisect(lambda x: x * x < 2, 1.0, 2.0)
+        >>> round(low, 6), high - low < 1e-15
+        (1.414214, True)
+    """
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low, high
+
+
 def clopper_pearson(successes: Array, draws: int, level: float) -> tuple[Any, Any]:
     r"""Exact two-sided interval of a binomial proportion; each side is missed with probability at most ``level / 2``.
 
@@ -91,10 +106,6 @@ def mean_interval(mean: float, n: int, level: float) -> tuple[float, float]:
     """
 
     def highest(share: float) -> float:
-        low, high = share, 1.0
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (middle, high) if hoeffding_bentkus(share, n, middle) > level / 2 else (low, middle)
-        return high
+        return bisect(lambda mean: hoeffding_bentkus(share, n, mean) > level / 2, share, 1.0)[1]
 
     return 1 - highest(1 - mean), highest(mean)

@@ -74,9 +74,7 @@ class Counts:
 
         0 and 1 are among them: leaving out q = 0 makes alpha' up to 2.5 times too large.
         """
-        coarse = self.threat.grid()
-        if self.tampering is not None:
-            coarse = np.union1d(coarse, self.tampering.grid())
+        coarse = np.concatenate([threat.grid() for threat in (self.threat, self.tampering) if threat is not None])
         inside = np.unique(coarse[(coarse > 0) & (coarse < 1)])
         return np.unique(np.concatenate([[0.0], between(inside[:-1], inside[1:], finer), inside[-1:], [1.0]]))
 

@@ -14,6 +14,8 @@ from scipy.special import bdtr, betainc, betaincinv, gammaln
 from keepcover.bounds.concentration import hoeffding_bentkus
 from keepcover.errors import InputError
 
+Curve = Callable[[ndarray], ndarray]
+
 
 def binomial_tail(draws: int, at_least: Any, q: Any) -> Any:
     r"""P[Bin(draws, q) >= at_least], elementwise, accurate far into the tail (never ``1 - cdf``).
@@ -39,18 +41,16 @@ def hypergeometric(total: int, sample: int) -> Float[ndarray, "marked found"]:
     """
     if not 0 <= sample <= total:
         raise InputError(f"expected a sample of at most {total} draws, got {sample}")
-
-    def log_choose(n: Any, k: Any) -> Any:
-        inside = np.clip(k, 0, n)
-        return np.where((k < 0) | (k > n), -np.inf, gammaln(n + 1) - gammaln(inside + 1) - gammaln(n - inside + 1))
-
     marked, found = np.arange(total + 1.0)[:, None], np.arange(sample + 1.0)[None, :]
-    log = (
-        log_choose(marked, found)
-        + log_choose(total - marked, sample - found)
-        - log_choose(np.float64(total), np.float64(sample))
-    )
-    return np.exp(log)
+    ways = _log_choose(marked, found) + _log_choose(total - marked, sample - found)
+    return np.exp(ways - _log_choose(total, sample))
+
+
+def _log_choose(n: Any, k: Any) -> Any:
+    """The logarithm of the number of ways to choose k of n; -inf where there is none."""
+    inside = np.clip(k, 0, n)
+    ways = gammaln(n + 1) - gammaln(inside + 1) - gammaln(n - inside + 1)
+    return np.where((k < 0) | (k > n), -np.inf, ways)
 
 
 def covered_at_most(covered: int, m: int, n: int, rank: int) -> float:
@@ -67,10 +67,8 @@ def covered_at_most(covered: int, m: int, n: int, rank: int) -> float:
     if covered >= m or rank > n:
         return 1.0 if covered >= m else 0.0
     a, b, j = float(rank), float(n + 1 - rank), np.arange(covered + 1.0)
-    log = (
-        gammaln(m + 1) - gammaln(j + 1) - gammaln(m - j + 1) + gammaln(j + a) + gammaln(m - j + b) - gammaln(m + a + b)
-    )
-    return float(min(np.exp(log + gammaln(a + b) - gammaln(a) - gammaln(b)).sum(), 1.0))
+    law = _log_choose(m, j) + gammaln(j + a) + gammaln(m - j + b) - gammaln(m + a + b)
+    return float(min(np.exp(law + gammaln(a + b) - gammaln(a) - gammaln(b)).sum(), 1.0))
 
 
 def covered_at_most_given(covered: float, m: int, missed: ndarray, exceeded: ndarray) -> float:
@@ -95,9 +93,7 @@ def covered_at_most_given(covered: float, m: int, missed: ndarray, exceeded: nda
     return float(min(few[0] + np.sum(np.diff(few) * exceeded[:-1]), 1.0))
 
 
-def conformal_law(
-    n: int, rank: int, worst_miss: Callable[[ndarray], ndarray] = lambda clean: clean
-) -> tuple[ndarray, ndarray]:
+def conformal_law(n: int, rank: int, worst_miss: Curve = lambda clean: clean) -> tuple[ndarray, ndarray]:
     r"""``missed`` and ``exceeded`` of a conformal quantile: the clean statistic of a fresh point exceeds the
     ``rank``-th of n with probability :math:`B \sim \mathrm{Beta}(n + 1 - rank, rank)`, and ``worst_miss(B)`` are missed.
 

@@ -19,14 +19,8 @@ from keepcover.bounds.laws import binomial_tail
 
 # Cells of the linear program are cut where h crosses these heights, so that pairing h at the right end of a cell with
 # E g at its left end costs at most the distance between two of them: fine where alpha lives, coarser above.
-_HEIGHTS = np.concatenate(
-    [
-        np.geomspace(1e-7, 4e-4, 24),
-        np.arange(0.0005, 0.02, 0.0005),
-        np.arange(0.02, 0.2, 0.002),
-        np.arange(0.2, 1.0, 0.01),
-    ]
-)
+_EVEN = (np.arange(*span) for span in ((0.0005, 0.02, 0.0005), (0.02, 0.2, 0.002), (0.2, 1.0, 0.01)))
+_HEIGHTS = np.concatenate([np.geomspace(1e-7, 4e-4, 24), *_EVEN])
 INCREMENT_COST = 1 / 2500  # per unit of rise: keeps g finite at counts the holdout never showed
 
 
@@ -42,9 +36,7 @@ def _cells(counts: Counts, kappa: int, gamma: float) -> tuple[ndarray, ndarray, 
 
 
 def _constraints(q: ndarray, counts: Counts, kappa: int, gamma: float) -> tuple[ndarray, ndarray]:
-    steps = np.array([0, *breakpoints(counts.calibration_draws)])
-    tails = binomial_tail(counts.calibration_draws, steps[None, :], counts.seen(q[:-1])[:, None])
-    return tails, counts.missed(kappa, q[1:], gamma)
+    return _tails(q[:-1], counts, breakpoints(counts.calibration_draws)), counts.missed(kappa, q[1:], gamma)
 
 
 def breakpoints(calibration_draws: int, most: int = 48) -> tuple[int, ...]:
@@ -100,8 +92,12 @@ def _points(counts: Counts, kappa: int, gamma: float) -> tuple[ndarray, ndarray,
     """A few q: P[Bin >= each of a few counts] and h there, unpaired."""
     steps = breakpoints(counts.calibration_draws, most=24)
     q = _cells(counts, kappa, gamma)[0][1:-1:4]
-    tails = binomial_tail(counts.calibration_draws, np.array([0, *steps])[None, :], counts.seen(q)[:, None])
-    return tails, counts.missed(kappa, q, gamma), steps
+    return _tails(q, counts, steps), counts.missed(kappa, q, gamma), steps
+
+
+def _tails(q: ndarray, counts: Counts, steps: tuple[int, ...]) -> ndarray:
+    """P[Bin(N_cal, q) >= 0 and each step]."""
+    return binomial_tail(counts.calibration_draws, np.array([0, *steps]), counts.seen(q)[:, None])
 
 
 def majorant_cost(
@@ -133,10 +129,14 @@ def majorant_gap(g: Any, counts: Counts, kappa: int, gamma: float = 0.0) -> floa
         (True, False)
     """
     q = counts.grid(finer=6)
-    rises = np.diff(np.asarray(g), prepend=0.0)
+    return float(np.max(counts.missed(kappa, q, gamma) - _expected(g, counts, q)))
+
+
+def _expected(g: Any, counts: Counts, q: ndarray) -> ndarray:
+    """E g(Bin(N_cal, q)), the counts as they are seen at calibration."""
+    rises = np.diff(np.asarray(g, dtype=np.float64), prepend=0.0)
     at = np.flatnonzero(rises)
-    expect = binomial_tail(len(rises) - 1, at[:, None], counts.seen(q)).T @ rises[at]
-    return float(np.max(counts.missed(kappa, q, gamma) - expect))
+    return binomial_tail(len(rises) - 1, at[:, None], counts.seen(q)).T @ rises[at]
 
 
 def is_majorant(g: Any, counts: Counts, kappa: int, gamma: float = 0.0) -> bool:
@@ -151,9 +151,7 @@ def is_majorant(g: Any, counts: Counts, kappa: int, gamma: float = 0.0) -> bool:
         >>> is_majorant(g, counts, 0), is_majorant(0.9 * g, counts, 0)
         (True, False)
     """
-    rises = np.diff(np.asarray(g, dtype=np.float64), prepend=0.0)
     q = _cells(counts, kappa, gamma)[0]
     q = np.unique(np.concatenate([q, between(q[1:-2], q[2:-1], 8)]))
-    at = np.flatnonzero(rises)
-    expect = binomial_tail(len(rises) - 1, at[:, None], counts.seen(q[:-1])).T @ rises[at]
-    return bool(np.all(np.diff(g) >= 0) and np.all(expect >= counts.missed(kappa, q[1:], gamma) - 1e-12))
+    reached = _expected(g, counts, q[:-1]) >= counts.missed(kappa, q[1:], gamma) - 1e-12
+    return bool(np.all(np.diff(g) >= 0) and np.all(reached))

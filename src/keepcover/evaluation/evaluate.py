@@ -380,7 +380,7 @@ class Curves(Runner):
     def judged(self, calibration: Tensor, test: Tensor) -> Seen:
         kept, rule, grid = self.kept, self.rule, self.task.thresholds
         losses = kept["calibration"]
-        sample = Sample(losses, -1, torch.ones(len(losses), dtype=torch.int64), grid, group=kept.get("group"))
+        sample = Sample(losses, torch.ones(len(losses), dtype=torch.int64), grid, group=kept.get("group"))
         threshold, own = rule.thresholds(sample[calibration]), sample[test]
         at = torch.searchsorted(grid, for_queries(threshold, own.group).reshape(-1, 1)).expand(len(test), 1)
         size, missed = (kept[name][test].gather(1, at)[:, 0].double() for name in ("size", "missed"))

@@ -11,8 +11,7 @@ event covers all attacks at once, whatever the attacker knows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,74 +19,39 @@ import torch
 from torch import Tensor
 
 from keepcover.errors import InputError
-from keepcover.methods.base import Asked, Explanation, Method
-from keepcover.methods.cp import QuantileRule
+from keepcover.methods.base import Asked, Explanation, Fit, Method, Rule, around
 from keepcover.methods.holdout import Holdout
 from keepcover.noise import Noise
 from keepcover.promises import Sample
-from keepcover.scores import Draws, Steps
+from keepcover.scores import Draws
 from keepcover.scores.draws import in_pieces
 
 _MOST = 24  # values of c that are tried
 
 
 @dataclass(frozen=True)
-class AllBands(Method):
-    """The deterministic patch rule, in its form with neighbouring bands; c is chosen on the holdout."""
-
-    name = "bands"
-    certified = True
-    compares_only = True
-    uses_holdout = True
-    draw_rule = "same"
-
-    def unfit(self, noise: Noise) -> str:
-        return (
-            ""
-            if noise.deterministic
-            else f"{self.name} reads every band, and {noise} is random; use noise=Bands(width)"
-        )
-
-    def fit(self, asked: Asked, holdout: Holdout | None = None) -> BandsRule:
-        if holdout is None:
-            raise InputError(f"{self.name} chooses its rule on a holdout; give one")
-        first = BandsRule(self, asked)
-        tried = np.unique(np.linspace(0, max(first.most, 0), _MOST).round().astype(int))
-        return min((replace(first, c=int(c)) for c in tried), key=lambda rule: rule.estimated_size(holdout))
-
-    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> BandsRule:
-        return BandsRule(self, asked, **parameters)
-
-
-@dataclass(frozen=True)
-class BandsRule(QuantileRule):
+class BandsRule(Rule):
     """At most ``c`` of the bands outside some window of those that an attack can touch exceed t."""
 
     c: int = 0
 
     def __post_init__(self) -> None:
-        noise, threat = self.asked.threat.noise, self.asked.threat
-        shape = noise.check_shape(str(threat.norm), threat.shape)
-        if self.asked.draws != noise.positions(shape):
-            raise InputError(
-                f"{noise} of inputs {list(shape)} are {noise.positions(shape)}, got {self.asked.draws} evaluations"
-            )
+        threat = self.asked.threat
+        noise, shape = threat.noise, threat.noise.check_shape(str(threat.norm), threat.shape)
+        if (bands := noise.positions(shape)) != self.asked.draws:
+            raise InputError(f"{noise} of inputs {list(shape)} are {bands}, got {self.asked.draws} evaluations")
         if not 0 <= self.c <= max(self.most, 0):
             raise InputError(f"expected 0 <= c <= {self.most}, got {self.c}")
 
     @property
     def window(self) -> int:
         """How many neighbouring bands an attack of a query can touch."""
-        return self._touched(self.asked.threat)
+        return _touched(self.asked.threat)
 
     @property
     def tampered(self) -> int:
         """How many bands of a calibration point may have been touched: so many more of a query's may exceed t."""
-        threat = self.asked.promise.tampering(self.asked.threat)
-        return 0 if threat is None else self._touched(threat)
-
-    def _touched(self, threat: Any) -> int:
-        return threat.noise.touched(threat.epsilon, threat.shape or ())
+        return _touched(self.asked.promise.tampering(self.asked.threat))
 
     @property
     def most(self) -> int:
@@ -109,15 +73,36 @@ class BandsRule(QuantileRule):
 
     def climb(self, true: Draws, threshold: Tensor) -> Tensor:
         """The score that decides if the attacked bands are the largest ones, with its neighbours in rank, minus t."""
-        descending = true.values.sort(dim=-1, descending=True).values
-        centre, reach = min(self.window + self.c + self.tampered, true.count - 1), true.count // 20
-        window = descending[..., max(0, centre - reach) : centre + reach + 1]
-        return window.mean(dim=-1) - threshold.to(window.device).clamp(max=1e30)
+        return around(true, self.window + self.c + self.tampered, threshold)
 
-    def explain(
-        self, draws: Draws, threshold: Tensor, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
-    ) -> Explanation:
+    def explain(self, draws: Draws, threshold: Tensor, fit: Fit, v: Tensor | None = None) -> Explanation:
         return Explanation(fit(self.test_statistic(draws).double()), fit(threshold.double()), self.words)
+
+
+@dataclass(frozen=True)
+class AllBands(Method):
+    """The deterministic patch rule, in its form with neighbouring bands; c is chosen on the holdout."""
+
+    name = "bands"
+    makes = BandsRule
+    certified = True
+    compares_only = True
+    uses_holdout = True
+    draw_rule = "same"
+
+    def unfit(self, noise: Noise) -> str:
+        if noise.deterministic:
+            return ""
+        return f"{self.name} reads every band, and {noise} is random; use noise=Bands(width)"
+
+    def fit(self, asked: Asked, holdout: Holdout | None = None) -> Rule:
+        held, most = self.held(holdout), BandsRule(self, asked).most
+        tried = np.unique(np.linspace(0, max(most, 0), _MOST).round().astype(int))
+        return min((self.rule(asked, c=int(c)) for c in tried), key=lambda rule: rule.estimated_size(held))
+
+
+def _touched(threat: Any) -> int:
+    return 0 if threat is None else threat.noise.touched(threat.epsilon, threat.shape or ())
 
 
 def outside(values: Tensor, window: int, c: int, every: bool) -> Tensor:

@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
+from fractions import Fraction
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -25,6 +26,7 @@ from keepcover.scores import PTT, Draws, Items, Reading, Steps, Tally
 from keepcover.tasks import Task
 
 Held = TypeVar("Held", Items, Tally)  # what calibration keeps of points, with one thing to cover or several
+Fit = Callable[[Tensor], Tensor]  # scores as a rule reads them -> how well they fit, in [0, 1]
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class Asked:
         return self.draws if self.calibration_draws is None else self.calibration_draws
 
     @property
+    def level(self) -> Fraction:
+        """What the promise leaves of alpha."""
+        return self.promise.level(self.alpha)
+
+    @property
     def cell_points(self) -> int:
         """Calibration points to expect behind one threshold."""
         return max(1, self.n // self.promise.cells(self.candidates))
@@ -69,15 +76,7 @@ class Asked:
 
     def config(self) -> dict[str, Any]:
         """For JSON; :meth:`from_config` reads it back."""
-        return {
-            "alpha": self.alpha,
-            "threat": self.threat.config(),
-            "draws": self.draws,
-            "n": self.n,
-            "candidates": self.candidates,
-            "calibration_draws": self.calibration_draws,
-            "promise": self.promise.config(),
-        }
+        return {**vars(self), "threat": self.threat.config(), "promise": self.promise.config()}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Asked:
@@ -100,6 +99,7 @@ class Method(ABC):
         needs_concave: its theorem needs a concave ``up``.
         clauses: the clauses of a promise that it can keep beyond the marginal one; None for all.
         transform: what it applies to noisy scores before it averages them.
+        makes: the rules that it is fitted to.
     """
 
     name: str
@@ -113,14 +113,22 @@ class Method(ABC):
     needs_concave: ClassVar[bool] = False
     clauses: ClassVar[tuple[str, ...] | None] = None
     transform: PTT | None = None
+    makes: ClassVar[type[Rule]]
 
-    @abstractmethod
     def fit(self, asked: Asked, holdout: Holdout | None = None) -> Rule:
-        """Choose whatever the method may choose, on the holdout alone."""
+        """Choose whatever the method may choose, on the holdout alone: its transform, unless said otherwise."""
+        steps = None if self.transform is None else self.held(holdout).steps(self.transform, asked.alpha)
+        return self.rule(asked, steps)
 
-    @abstractmethod
     def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> Rule:
         """The rule with these parameters, as :meth:`fit` chose them before."""
+        return self.makes(self, asked, transform, **parameters)
+
+    def held(self, holdout: Holdout | None) -> Holdout:
+        """The holdout, which a method that chooses something cannot do without."""
+        if holdout is None:
+            raise InputError(f"{self.name} makes its choices on a holdout; give one")
+        return holdout
 
     def suited(self, task: Task) -> Method:
         """The method that answers for a task: itself, unless it chooses among several."""
@@ -130,6 +138,10 @@ class Method(ABC):
     def spent(self) -> float:
         """What is paid of alpha for Monte Carlo error before a quantile is taken."""
         return 0.0
+
+    def left(self, asked: Asked) -> Fraction:
+        """The miscoverage at which a quantile is taken: what promise and Monte Carlo error leave of alpha."""
+        return asked.level - exact_level(self.spent)
 
     @property
     def needs_holdout(self) -> bool:
@@ -163,12 +175,10 @@ class Method(ABC):
 
     def check(self, asked: Asked, task: Task) -> None:
         """Refuse what the theorem does not cover, before the network runs."""
-        if self.unfit(asked.threat.noise):
-            raise InputError(self.unfit(asked.threat.noise))
         if refused := self.refuses(asked.promise):
-            raise InputError(f"{self.name} does not offer {refused} in its promise; choose exact or exact_asymmetric")
-        if task.unfit(self):
-            raise InputError(task.unfit(self))
+            refused = f"{self.name} does not offer {refused} in its promise; choose exact or exact_asymmetric"
+        if reason := self.unfit(asked.threat.noise) or refused or task.unfit(self):
+            raise InputError(reason)
         asked.promise.check(task)
         if not self.compares_only and self.transform is None and not task.bounded:
             raise InputError(
@@ -176,18 +186,13 @@ class Method(ABC):
                 "transform='ptt', a bounded score, or an exact certificate"
             )
         warn_of_coverage(asked.alpha)
-        draws, per_point = self.draws_used(asked.draws, asked.per_point)
-        Guarantee(
-            self.name, self.certified, asked.alpha, asked.threat, draws, asked.n, per_point, asked.promise, self.spent
-        )
+        self.promised(asked)
 
-    def steps(self, asked: Asked, holdout: Holdout | None) -> Steps | None:
-        """The transform fitted on the holdout."""
-        if self.transform is None:
-            return None
-        if holdout is None:
-            raise InputError(f"{self.name} fits its transform on a holdout; give one")
-        return holdout.steps(self.transform, asked.alpha)
+    def promised(self, asked: Asked, **stated: Any) -> Guarantee:
+        """The guarantee for this question, with what else it states; an impossible one is refused."""
+        draws, per_point = self.draws_used(asked.draws, asked.per_point)
+        kept = (asked.alpha, asked.threat, draws, asked.n, per_point, asked.promise, self.spent)
+        return Guarantee(self.name, self.certified, *kept, **stated)
 
     def options(self) -> dict[str, Any]:
         """Its fields, for JSON."""
@@ -214,13 +219,20 @@ class Rule(ABC):
     def statistic(self, true: Draws) -> Tensor:
         """What is kept of a calibration item: its scores ``[items, N]`` -> ``[items]`` or ``[items, j]``."""
 
-    @abstractmethod
     def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
-        """``[n, ..., N]`` scores -> ``[n, ...]``; a candidate is in the set iff its statistic is at most the threshold."""
+        """``[n, ..., N]`` scores -> ``[n, ...]``; a candidate is in the set iff its statistic is at most the threshold. By
+        default that of a calibration item.
+        """
+        return self.statistic(draws)
 
-    @abstractmethod
     def threshold_of(self, sample: Sample) -> float:
-        """The threshold that calibration statistics give; +inf means everything."""
+        """The threshold that calibration statistics give; +inf means everything. By default a conformal quantile."""
+        return self.asked.promise.quantile(sample, self.taken)
+
+    @property
+    def taken(self) -> Fraction:
+        """The miscoverage at which the quantile is taken."""
+        return self.method.left(self.asked)
 
     def read(self, items: Held) -> Held:
         """Items whose scores are the score itself, or its order, as this rule reads them: transformed."""
@@ -232,15 +244,13 @@ class Rule(ABC):
         """The statistics of calibration items, as this rule reads them."""
         own = items.first(self.calibration_draws)
         if own.several:
-            return Sample(self.losses(own), -1, own.count, own.grid, group=own.group)
+            return Sample(self.losses(own), own.count, own.grid, group=own.group)
         assert isinstance(own, Items)
-        return Sample(self.statistic(own.draws), own.points, label=own.label, group=own.group)
+        return Sample(self.statistic(own.draws), label=own.label, group=own.group)
 
     def losses(self, items: Items | Tally) -> Tensor:
         """Where points have several things to cover: the losses of every row on its grid, ``[rows, grid]``."""
-        raise InputError(
-            f"{self.name} needs one thing to cover per point; use exact_asymmetric or one_draw for several"
-        )
+        raise InputError(f"{self.name} needs one thing to cover per point; use exact_asymmetric or one_draw")
 
     def thresholds(self, sample: Sample) -> Tensor:
         """One threshold for each whom the promise is made to: a tensor that broadcasts over queries and labels."""
@@ -250,9 +260,7 @@ class Rule(ABC):
         """The thresholds that calibration items give, as this rule reads them."""
         return self.thresholds(self.sample(items))
 
-    def explain(
-        self, draws: Draws, threshold: Tensor, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
-    ) -> Explanation:
+    def explain(self, draws: Draws, threshold: Tensor, fit: Fit, v: Tensor | None = None) -> Explanation:
         """How well candidates ``[n, K, N]`` fit and what is needed, such that support >= needed says what is decided.
 
         ``fit`` maps scores as this rule reads them to [0, 1], decreasing. By default the rule thresholds a mean score, from
@@ -318,11 +326,9 @@ class Rule(ABC):
         """
         if self.method.compares_only:
             return None
-        for draws in (2**k for k in range(1, 21)):
+        for draws in (2**k for k in range(1, 21) if 2**k > self.test_draws):
             more = replace(self, asked=replace(self.asked, draws=draws, calibration_draws=draws))
-            if draws > self.test_draws and not more.always_full(
-                more.threshold_of(Sample(more.statistic(items.draws), items.points))
-            ):
+            if not more.always_full(more.threshold_of(Sample(more.statistic(items.draws)))):
                 return draws
         return None
 
@@ -335,10 +341,8 @@ class Rule(ABC):
         quantile at alpha less what is :attr:`Method.spent`, which is added again: the query is missed if its clean statistic
         exceeds the quantile or if a Monte Carlo bound fails. Exactly beta-binomial where nothing is spent.
         """
-        promise, spent = self.asked.promise, exact_level(self.method.spent)
-        rank = self.sure(promise.rank(n, promise.level(self.asked.alpha) - spent), n)
-        if spent + exact_level(promise.moved) == 0:
-            return covered_at_most(covered, m, n, rank)
+        if self.method.spent == 0 and self.asked.promise.moved == 0:
+            return covered_at_most(covered, m, n, self.sure_rank(n))
         return covered_at_most_given(covered, m, *self.law(n))
 
     def law(self, n: int, several: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -348,20 +352,25 @@ class Rule(ABC):
 
         By default that of a conformal quantile, to which what is spent and moved is added; see :meth:`p_value`.
         """
-        promise, spent = self.asked.promise, exact_level(self.method.spent)
-        rank = self.sure(promise.rank(n, promise.level(self.asked.alpha) - spent), n)
-        more = float(spent) + promise.moved
-        return conformal_law(n, rank, lambda clean: np.minimum(clean + more, 1.0))
+        return conformal_law(n, self.sure_rank(n), lambda clean: np.minimum(self.worst_miss(clean), 1.0))
 
-    def sure(self, rank: int, n: int) -> int:
+    def worst_miss(self, clean: np.ndarray) -> np.ndarray:
+        """How often queries are missed at most where clean statistics exceed the quantile so often."""
+        return clean + (self.method.spent + self.asked.promise.moved)
+
+    def correct_rank(self, n: int) -> int:
+        """The smallest rank that a correct rule for this question may use: never from what the rule itself computed."""
+        return self.asked.promise.rank(n, self.method.left(self.asked))
+
+    def sure_rank(self, n: int) -> int:
         """The rank among untouched points that a threshold has for sure, whatever was done to those that the promise allows for."""
+        rank = self.correct_rank(n)
         return rank - self.asked.promise.suspects if rank <= n else rank
 
     @property
     def least_points(self) -> int:
         """With fewer calibration points a threshold is +inf: a label or a group with so few is in every set, or has full sets."""
-        promise = self.asked.promise
-        return promise.points_needed(promise.level(self.asked.alpha) - exact_level(self.method.spent))
+        return self.asked.promise.points_needed(self.taken)
 
     def supports(self, items: Any, threshold: float) -> bool:
         """Whether the calibration items, as this rule reads them, support the threshold: computed again, it is no larger."""
@@ -381,24 +390,15 @@ class Rule(ABC):
 
     def guarantee(self, task: Task, threshold: Tensor | None = None) -> Guarantee:
         """What the rule promises for a task, with these thresholds where there are some; refuses what cannot be promised."""
-        a = self.asked
-        return Guarantee(
-            self.name,
-            self.method.certified,
-            a.alpha,
-            a.threat,
-            self.test_draws,
-            a.n,
-            self.calibration_draws,
-            a.promise,
-            self.method.spent,
-            task.words,
-            task.assumptions,
-            task.score_name,
-            "none" if self.method.transform is None else self.method.transform.name,
-            self.least_points if a.promise.partition else 0,
-            () if threshold is None else self.always(task, threshold),
-            task.shares,
+        return self.method.promised(
+            self.asked,
+            task=task.words,
+            assumed=task.assumptions,
+            score=task.score_name,
+            transform="none" if self.method.transform is None else self.method.transform.name,
+            least=self.least_points if self.asked.promise.partition else 0,
+            always=() if threshold is None else self.always(task, threshold),
+            shares=task.shares,
         )
 
     def always(self, task: Task, threshold: Tensor) -> tuple[str, ...]:
@@ -419,9 +419,7 @@ class Rule(ABC):
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("method", "asked", "transform")}
 
     def _unit_interval(self, draws: Draws) -> Draws:
-        if draws.unit:
-            return draws
-        low, high = draws.extremes
+        low, high = (0.0, 1.0) if draws.unit else draws.extremes
         if not (low >= 0 and high <= 1):
             raise InputError(
                 f"{self.name} expects scores in [0, 1] (its bound assumes it), got [{low:.3g}, {high:.3g}]; "
@@ -445,6 +443,22 @@ class Explanation:
         """With words for one number, or for one per label."""
         low, high = max(float(needed.min()), 0.0), max(float(needed.max()), 0.0)
         return cls(support, needed, f"{what} at least {low:.2g}" + (f" to {high:.2g}, by label" if high > low else ""))
+
+    @classmethod
+    def votes(cls, draws: Draws, t: float | Tensor, above: float) -> Explanation:
+        """Of the share of draws at or below t, where so many may be above."""
+        n, least = draws.count, draws.count - int(min(above, draws.count))
+        words = "the draw must vote for it" if n == least == 1 else f"at least {least} of {n} draws must vote for it"
+        return cls(1 - draws.above(t) / n, torch.tensor(least / n), words)
+
+
+def around(true: Draws, position: int, threshold: Tensor) -> Tensor:
+    """The score at this position from the top, 0 the largest, minus t. A tenth of the draws around it is averaged, because the
+    gradient of a single draw is noise.
+    """
+    centre, reach = min(position, true.count - 1), true.count // 20
+    window = true.values.sort(dim=-1, descending=True).values[..., max(0, centre - reach) : centre + reach + 1]
+    return window.mean(dim=-1) - threshold.to(window.device).clamp(max=1e30)
 
 
 def with_options(method: Method, **options: Any) -> Method:

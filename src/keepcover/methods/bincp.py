@@ -1,6 +1,6 @@
-r"""BinCP (Zargarbashi & Bojchevski, ICLR 2025) in both of its forms, for comparison.
+r"""BinCP (Zargarbashi & Bojchevski, ICLR 2025) and CAS (Zargarbashi, Akhondzadeh & Bojchevski, ICML 2024), for comparison.
 
-Both keep a label iff enough of its noisy scores are at most a threshold t. A clean point has a share F(t) of its scores
+Both forms of BinCP keep a label iff enough of its noisy scores are at most a threshold t. A clean point has a share F(t) of its scores
 at or below t, an attacked one at least :math:`down(F(t))`, and Clopper-Pearson bounds stand between shares of draws and
 probabilities. The forms differ in what is fixed and what is calibrated: the share (:class:`BinCP`, which the authors run)
 or t (:class:`BinCPThreshold`).
@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keepcover.bounds import clopper_pearson, conformal_law, covered_at_most_given, exact_level
+from keepcover.bounds import bernstein, clopper_pearson, dkw, exact_level, hoeffding
 from keepcover.errors import InputError
-from keepcover.methods.base import Asked, Explanation, Method, Rule
+from keepcover.methods.base import Asked, Explanation, Fit, Method, Rule
 from keepcover.methods.holdout import Holdout
 from keepcover.promises import Sample
-from keepcover.scores import Draws, Steps
+from keepcover.scores import PTT, Draws
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,11 @@ class Bounded(Method):
             raise InputError(f"{self.name} bounds every label at once and needs a finite number of them; use exact")
         return self.eta / (asked.n + asked.candidates)
 
-    def miscoverage(self, alpha: float) -> Fraction:
-        """The conformal level: what is left of alpha."""
-        return exact_level(alpha) - exact_level(self.eta)
-
 
 class Shares(Rule):
     """What both forms of BinCP share: shares of draws become probabilities, are attacked, and become shares again."""
 
-    method: Any  # a Bounded: what it may fail with and what is left of alpha
+    method: Any  # a Bounded: what it may fail with
 
     def lower(self, above: int) -> float:
         """With at most ``above`` of the calibration draws above t: the Clopper-Pearson lower bound of F(t)."""
@@ -74,12 +70,44 @@ class Shares(Rule):
         upper = clopper_pearson(draws - count, draws, self.method.level(self.asked))[1]
         return int(count[upper >= self.asked.threat.down(self.lower(above))].max())
 
-    def _explained(self, draws: Draws, t: float | Tensor, allowed: Tensor) -> Explanation:
-        n = draws.count
-        least = round(n - min(float(allowed), n))
-        return Explanation(
-            1 - draws.above(t) / n, torch.tensor(least / n), f"at least {least} of {n} draws must vote for it"
-        )
+
+class FixedShare(Shares):
+    """At most kappa draws above t, the quantile of each calibration point's m-th smallest score."""
+
+    @property
+    def c(self) -> int:
+        """How many draws of a calibration point lie above its t."""
+        return self.calibration_draws - math.ceil(exact_level(self.method.p) * self.calibration_draws)
+
+    @cached_property
+    def kappa(self) -> int:
+        """How many draws of a query may lie above t."""
+        return self.allowed(self.c)
+
+    @property
+    def counting(self) -> tuple[int, float]:
+        return self.kappa, 0.0
+
+    def statistic(self, true: Draws) -> Tensor:
+        return true.largest(self.c + 1)
+
+    def threshold_of(self, sample: Sample) -> float:
+        return math.inf if self.kappa == self.test_draws else super().threshold_of(sample)
+
+    def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
+        return draws.largest(self.kappa + 1)  # at most t iff at most kappa draws exceed t
+
+    def explain(self, draws: Draws, threshold: Tensor, fit: Fit, v: Tensor | None = None) -> Explanation:
+        return Explanation.votes(draws, threshold, self.kappa)
+
+
+class SharpShare(FixedShare):
+    """The same decision with the sharper accounting, whose law an audit uses."""
+
+    def worst_miss(self, clean: np.ndarray) -> np.ndarray:
+        """Given t, the clean (c+1)-th largest score exceeds it with probability B, F(t) < p_L with at most B / (1 - eta/2)."""
+        side = self.method.eta / 2
+        return clean / (1 - side) + side
 
 
 @dataclass(frozen=True)
@@ -114,18 +142,13 @@ class BinCP(Bounded):
     p: float = 0.8
 
     name = "bincp"
+    makes = FixedShare
     compares_only = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.p <= 1:
             raise InputError(f"expected the share p in (0, 1], got {self.p}; 0.8 is usual")
-
-    def fit(self, asked: Asked, holdout: Holdout | None = None) -> FixedShare:
-        return self.rule(asked)
-
-    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> FixedShare:
-        return FixedShare(self, asked, **parameters)
 
 
 @dataclass(frozen=True)
@@ -148,83 +171,14 @@ class BinCPSharp(BinCP):
     eta: float = 0.01
 
     name = "bincp_sharp"
+    makes = SharpShare
 
     def level(self, asked: Asked) -> float:
         return self.eta
 
-    def miscoverage(self, alpha: float) -> Fraction:
+    def left(self, asked: Asked) -> Fraction:
         side = exact_level(self.eta) / 2
-        return (exact_level(alpha) - side) * (1 - side)
-
-    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> FixedShare:
-        return SharpShare(self, asked, **parameters)
-
-
-class FixedShare(Shares):
-    """At most kappa draws above t, the quantile of each calibration point's m-th smallest score."""
-
-    @property
-    def c(self) -> int:
-        """How many draws of a calibration point lie above its t."""
-        return self.calibration_draws - math.ceil(exact_level(self.method.p) * self.calibration_draws)
-
-    @cached_property
-    def kappa(self) -> int:
-        """How many draws of a query may lie above t."""
-        return self.allowed(self.c)
-
-    @property
-    def counting(self) -> tuple[int, float]:
-        return self.kappa, 0.0
-
-    def statistic(self, true: Draws) -> Tensor:
-        return true.largest(self.c + 1)
-
-    def threshold_of(self, sample: Sample) -> float:
-        t = self.asked.promise.quantile(sample, self.method.miscoverage(self.asked.alpha))
-        return math.inf if self.kappa == self.test_draws else t
-
-    def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
-        return draws.largest(self.kappa + 1)  # at most t iff at most kappa draws exceed t
-
-    def explain(
-        self, draws: Draws, threshold: Tensor, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
-    ) -> Explanation:
-        return self._explained(draws, threshold, torch.tensor(self.kappa))
-
-
-class SharpShare(FixedShare):
-    """The same decision with the sharper accounting, whose law an audit uses."""
-
-    def law(self, n: int, several: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Given t, the clean (c+1)-th largest score exceeds it with probability B, F(t) < p_L with at most B / (1 - eta/2)."""
-        side, rank = self.method.eta / 2, self.asked.promise.rank(n, self.method.miscoverage(self.asked.alpha))
-        return conformal_law(n, rank, lambda clean: np.minimum(clean / (1 - side) + side, 1.0))
-
-    def p_value(self, covered: int, m: int, n: int) -> float:
-        return covered_at_most_given(covered, m, *self.law(n))
-
-
-@dataclass(frozen=True)
-class BinCPThreshold(Bounded):
-    """The fixed-threshold form: t = the (1 - alpha)-quantile of the holdout's noisy true-label scores.
-
-    p* = the conformal quantile of the calibration points' lower bounds of F(t). Include k iff the upper bound of
-    P[S <= t] is at least down(p*). With few draws the lower bounds of the points that decide are near zero.
-    """
-
-    name = "bincp_threshold"
-    compares_only = True
-    uses_holdout = True
-
-    def fit(self, asked: Asked, holdout: Holdout | None = None) -> FixedThreshold:
-        if holdout is None:
-            raise InputError(f"{self.name} fixes its threshold on a holdout; give one")
-        pooled = holdout.items().draws.values.flatten()
-        return self.rule(asked, t=float(pooled.kthvalue(math.ceil((1 - asked.alpha) * len(pooled))).values))
-
-    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> FixedThreshold:
-        return FixedThreshold(self, asked, **parameters)
+        return (asked.level - side) * (1 - side)
 
 
 @dataclass(frozen=True)
@@ -238,15 +192,123 @@ class FixedThreshold(Shares):
 
     def threshold_of(self, sample: Sample) -> float:
         # p* belongs to this count.
-        counts = replace(sample, statistic=sample.statistic.double())
-        worst = self.asked.promise.quantile(counts, self.method.miscoverage(self.asked.alpha))
+        worst = super().threshold_of(replace(sample, statistic=sample.statistic.double()))
         allowed = self.test_draws if worst == math.inf else self.allowed(int(worst))
         return math.inf if allowed == self.test_draws else float(allowed)
 
     def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
         return draws.above(self.t).to(torch.float64)
 
-    def explain(
-        self, draws: Draws, threshold: Tensor, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
-    ) -> Explanation:
-        return self._explained(draws, self.t, threshold)
+    def explain(self, draws: Draws, threshold: Tensor, fit: Fit, v: Tensor | None = None) -> Explanation:
+        return Explanation.votes(draws, self.t, float(threshold))
+
+
+@dataclass(frozen=True)
+class BinCPThreshold(Bounded):
+    """The fixed-threshold form: t = the (1 - alpha)-quantile of the holdout's noisy true-label scores.
+
+    p* = the conformal quantile of the calibration points' lower bounds of F(t). Include k iff the upper bound of
+    P[S <= t] is at least down(p*). With few draws the lower bounds of the points that decide are near zero.
+    """
+
+    name = "bincp_threshold"
+    makes = FixedThreshold
+    compares_only = True
+    uses_holdout = True
+
+    def fit(self, asked: Asked, holdout: Holdout | None = None) -> Rule:
+        pooled = self.held(holdout).items().draws.values.flatten()
+        return self.rule(asked, t=float(pooled.kthvalue(math.ceil((1 - asked.alpha) * len(pooled))).values))
+
+
+class CalibrationTime(Rule):
+    """Minus an upper bound of the mean conformity, so that small means that the label fits."""
+
+    method: CAS
+
+    @property
+    def level(self) -> float:
+        """What each Monte Carlo bound may fail with."""
+        return self.method.level(self.asked)
+
+    def _through_cdf(self, draws: Draws, attacked: Callable[[Any], Any], side: int, count: int) -> Tensor:
+        """Minus the bound of the attacked mean of s, upper (side 1) or lower (side -1), as ``count`` draws allow it."""
+        ascending = self._unit_interval(draws).ascending.double()
+        cdf = np.arange(draws.count + 1) / draws.count - side * dkw(count, self.level)
+        weight = attacked(1 - np.clip(cdf, 0.0, 1.0))
+        # Summed by parts, the bound is the first weight minus a weighted sum of S.
+        drops = torch.as_tensor((weight[:-1] - weight[1:])[::-1].copy(), device=ascending.device)
+        return ascending @ drops - float(weight[0])
+
+    @property
+    def least(self) -> float:
+        """The upper bound of a label whose every score is 1: no label's is smaller."""
+        draws = self.test_draws
+        return min(hoeffding(draws, self.level), float(bernstein(0.0, draws, self.level)))
+
+    def statistic(self, true: Draws) -> Tensor:
+        return self._through_cdf(true, self.asked.threat.down, -1, self.calibration_draws)
+
+    def always_full(self, threshold: float) -> bool:
+        return threshold >= -self.least
+
+    def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
+        draws = self._unit_interval(draws)
+        radius = bernstein(draws.variance, draws.count, self.level).clamp(max=hoeffding(draws.count, self.level))
+        return (draws.mean - 1 - radius).clamp(min=-1.0)
+
+    def explain(self, draws: Draws, threshold: Tensor, fit: Fit, v: Tensor | None = None) -> Explanation:
+        return Explanation.of(-self.test_statistic(draws, v), -threshold, "mean support")
+
+
+class QueryTime(CalibrationTime):
+    """The query's attacked mean is bounded instead of the calibration points'."""
+
+    @property
+    def least(self) -> float:
+        return float(self.asked.threat.up(min(dkw(self.test_draws, self.level), 1.0)))
+
+    def statistic(self, true: Draws) -> Tensor:
+        return self._unit_interval(true).mean - 1 + hoeffding(self.calibration_draws, self.level)
+
+    def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
+        return self._through_cdf(draws, self.asked.threat.up, 1, self.test_draws)
+
+
+@dataclass(frozen=True)
+class CAS(Bounded):
+    r"""Cdf-aware smoothing of the conformity :math:`s = 1 - S`: attacked means are bounded through the whole cdf.
+
+    The calibration-time form, which the authors run. The mean of a calibration point's s after any attack is at least
+
+    .. math:: \underline{s} = \sum_j (b_{j+1} - b_j)\, down(1 - F_{up}(b_j))
+
+    on the sorted draws :math:`b_j`, :math:`b_0 = 0` and :math:`b_{N+1} = 1`, with :math:`F_{up}` the DKW upper bound of the
+    cdf of s. Include k iff the upper confidence bound of the query's mean is at least the conformal quantile of the
+    :math:`\underline{s}`.
+
+    Proof. But for eta, no :math:`\underline{s}_i` exceeds the worst attacked mean of its point and the query's upper
+    bound is right. Worst attacked means of calibration points and of the clean query are exchangeable, and the attacked
+    query's mean is at least its own. The upper bound is the smaller of Hoeffding's and the empirical Bernstein one (the
+    authors use the latter): n + 2 bounds at eta / (n + K), and K is at least 2.
+    """
+
+    transform: PTT | None = PTT()
+
+    name = "cas"
+    makes = CalibrationTime
+    least_draws = 2
+
+
+@dataclass(frozen=True)
+class CASTestTime(CAS):
+    r"""The test-time form: the upper bound of the attacked mean, for the query alone, against clean means.
+
+    .. math:: \overline{s} = \sum_j (b_{j+1} - b_j)\, up(1 - F_{low}(b_j))
+
+    Include k iff :math:`\overline{s}` is at least the conformal quantile of the calibration means' Hoeffding lower bounds.
+    """
+
+    name = "cas_test_time"
+    makes = QueryTime
+    least_draws = 1

@@ -1,44 +1,23 @@
-"""Split conformal prediction: valid on clean data, promising nothing under attack."""
+"""Conformal prediction on clean data, RSCP (Gendler et al. 2022) and RSCP+ (the paper, Section 3): quantiles of scores or of
+smoothed scores, inflated where an attack is allowed for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from keepcover.methods.base import Asked, Explanation, Method, Rule
-from keepcover.methods.holdout import Holdout
+from keepcover.bounds import bernstein, hoeffding
+from keepcover.errors import InputError
+from keepcover.methods.base import Explanation, Fit, Method, Rule
 from keepcover.promises import Sample
-from keepcover.scores import PTT, Draws, Steps
+from keepcover.scores import PTT, Draws
 
 
-class QuantileRule(Rule):
-    """The threshold is a conformal quantile of the calibration statistics at alpha."""
-
-    def threshold_of(self, sample: Sample) -> float:
-        return self.asked.promise.quantile(sample, self.asked.promise.level(self.asked.alpha))
-
-
-@dataclass(frozen=True)
-class SplitCP(Method):
-    """Vanilla conformal prediction on one evaluation of the model, clean (no noise) or with one noisy draw."""
-
-    name = "cp"
-    certified = False
-    compares_only = True
-    counts = True
-    draw_rule = "one"
-
-    def fit(self, asked: Asked, holdout: Holdout | None = None) -> Rule:
-        return self.rule(asked)
-
-    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> Rule:
-        return FirstDraw(self, asked, **parameters)
-
-
-class FirstDraw(QuantileRule):
+class FirstDraw(Rule):
     """Keep a candidate iff the score of its one draw is at most the quantile."""
 
     @property
@@ -48,13 +27,27 @@ class FirstDraw(QuantileRule):
     def statistic(self, true: Draws) -> Tensor:
         return true.values[..., 0]
 
-    def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
-        return draws.values[..., 0]
-
-    def explain(
-        self, draws: Draws, threshold: Tensor, fit: Callable[[Tensor], Tensor], v: Tensor | None = None
-    ) -> Explanation:
+    def explain(self, draws: Draws, threshold: Tensor, fit: Fit, v: Tensor | None = None) -> Explanation:
         return Explanation.of(fit(draws.values[..., 0].double()), fit(threshold.double()), "probability")
+
+
+class MeanRule(Rule):
+    """Keep a candidate iff its mean noisy score is at most the quantile of such means."""
+
+    def statistic(self, true: Draws) -> Tensor:
+        return true.mean
+
+
+@dataclass(frozen=True)
+class SplitCP(Method):
+    """Vanilla conformal prediction on one evaluation of the model, clean (no noise) or with one noisy draw."""
+
+    name = "cp"
+    makes = FirstDraw
+    certified = False
+    compares_only = True
+    counts = True
+    draw_rule = "one"
 
 
 @dataclass(frozen=True)
@@ -64,21 +57,101 @@ class SmoothedCP(Method):
     transform: PTT | None = PTT()
 
     name = "cp_smoothed"
+    makes = MeanRule
     certified = False
     draw_rule = "same"
 
-    def fit(self, asked: Asked, holdout: Holdout | None = None) -> Rule:
-        return self.rule(asked, self.steps(asked, holdout))
 
-    def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> Rule:
-        return MeanRule(self, asked, transform, **parameters)
-
-
-class MeanRule(QuantileRule):
-    """Keep a candidate iff its mean noisy score is at most the quantile of such means."""
+class SmoothedRule(Rule):
+    """The mean score at most what an attack can make of the calibrated mean."""
 
     def statistic(self, true: Draws) -> Tensor:
-        return true.mean
+        return self._unit_interval(true).mean
+
+    def threshold_of(self, sample: Sample) -> float:
+        tau = super().threshold_of(sample)
+        return tau if math.isinf(tau) else self.attacked(tau)
+
+    def attacked(self, tau: float) -> float:
+        """The threshold that a finite quantile of means gives."""
+        return float(self.asked.threat.up(min(tau, 1.0)))
+
+    def always_full(self, threshold: float) -> bool:
+        return threshold >= 1
+
+
+@dataclass(frozen=True)
+class RSCP(Method):
+    r"""Include k iff :math:`\hat S(\tilde x, k) \le up(\tau)`.
+
+    Not certified: the proof needs the exact smoothed score, the rule uses its Monte Carlo estimate.
+    """
+
+    transform: PTT | None = PTT()
+
+    name = "rscp"
+    makes = SmoothedRule
+    certified = False
+    draw_rule = "same"
+    needs_concave = True
+    clauses = ()
+
+
+class InflatedRule(SmoothedRule):
+    """RSCP+: both means with their Monte Carlo radius."""
+
+    method: RSCPPlus
+
+    def attacked(self, tau: float) -> float:
+        clean = min(tau + hoeffding(self.calibration_draws, self.method.beta), 1.0)
+        moved = self.asked.promise.tampering(self.asked.threat)
+        return super().attacked(clean if moved is None else moved.up(clean))
+
+    def always_full(self, threshold: float) -> bool:
+        return threshold >= 1 - self.method.radius(0.0, self.test_draws)
 
     def test_statistic(self, draws: Draws, v: Tensor | None = None) -> Tensor:
-        return draws.mean
+        variance = draws.variance if self.method.bound == "bernstein" else None
+        return self.statistic(draws) - self.method.radius(variance, draws.count)
+
+
+@dataclass(frozen=True)
+class RSCPPlus(Method):
+    r"""Include k iff :math:`\hat S(\tilde x, k) - b \le up(\min(\tau + b_H, 1))`, b of Hoeffding or of Bernstein.
+
+    :math:`\tau` is taken at level :math:`1 - \alpha + 2\beta`: the two Monte Carlo errors are paid by a union bound.
+
+    Attributes:
+        bound: ``hoeffding``, or ``bernstein`` for the empirical Bernstein radius of that very image and label.
+        beta: Monte Carlo failure budget of each side.
+    """
+
+    bound: str = "hoeffding"
+    beta: float = 0.001
+    transform: PTT | None = PTT()
+
+    makes = InflatedRule
+    certified = True
+    needs_concave = True
+
+    def __post_init__(self) -> None:
+        if self.bound not in ("hoeffding", "bernstein"):
+            raise InputError(f"expected the bound hoeffding or bernstein, got {self.bound!r}")
+        if not 0 < self.beta < 1:
+            raise InputError(f"expected the Monte Carlo budget beta in (0, 1), got {self.beta}")
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"rscp_plus_{self.bound}"
+
+    @property
+    def least_draws(self) -> int:  # type: ignore[override]
+        return 2 if self.bound == "bernstein" else 1
+
+    @property
+    def spent(self) -> float:
+        return 2 * self.beta
+
+    def radius(self, variance: Any, draws: int) -> Any:
+        """The one-sided Monte Carlo radius of a mean of draws with this variance, which Hoeffding does not ask for."""
+        return bernstein(variance, draws, self.beta) if self.bound == "bernstein" else hoeffding(draws, self.beta)

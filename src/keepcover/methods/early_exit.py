@@ -40,17 +40,15 @@ class Vote:
         return cls(tuple(rules), tuple(thresholds))
 
     @property
-    def _limits(self) -> list[tuple[int, float]]:
-        return [rule.counting for rule in self.rules if rule.counting is not None]
+    def _limits(self) -> list[tuple[int, int, float]]:
+        """N, kappa and gamma of every rule."""
+        return [(rule.test_draws, *rule.counting) for rule in self.rules if rule.counting is not None]
 
     @property
     def stages(self) -> list[range]:
         """Draws to make together. No label can be in before the first stage is over: N - kappa draws must not exceed."""
-        last = max(rule.test_draws for rule in self.rules)
-        needed = [
-            rule.test_draws - kappa - (gamma > 0) for rule, (kappa, gamma) in zip(self.rules, self._limits, strict=True)
-        ]
-        first = max(1, *needed) if self.staged else last
+        last = max(draws for draws, *_ in self._limits)
+        first = max(1, *(draws - kappa - (gamma > 0) for draws, kappa, gamma in self._limits)) if self.staged else last
         step = max(1, -(-(last - first) // _STAGES))
         return [range(a, b) for a, b in pairwise([0, *range(first, last, step), last])]
 
@@ -83,8 +81,8 @@ class Vote:
             v: one uniform number per image, for randomised boundaries.
             exceeded: :meth:`above` of the images at some positions, for some draws.
         """
-        limit = torch.stack([kappa + (v < gamma).long() for kappa, gamma in self._limits])[:, :, None]
-        total = torch.tensor([rule.test_draws for rule in self.rules], device=v.device)[:, None, None]
+        limit = torch.stack([kappa + (v < gamma).long() for _, kappa, gamma in self._limits])[:, :, None]
+        total = torch.tensor([draws for draws, *_ in self._limits], device=v.device)[:, None, None]
         used = torch.zeros_like(open_)
         count: Tensor | None = None
         for span in self.stages:

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from keepcover.assumption import Assumption
 from keepcover.bounds import conformal_rank, exact_level, order_statistic
+from keepcover.bounds.concentration import bisect
 from keepcover.errors import InputError
 from keepcover.noise import Threat
 
@@ -57,7 +59,6 @@ class Sample:
     Attributes:
         statistic: what a rule keeps of every item, ``[items]`` or ``[items, j]``; where points have several, the losses of every
             row on a grid, ``[rows, grid]``.
-        points: how many points there are; by default one per item, or as many as ``count`` says.
         count: points of every row, where points have several items.
         grid: the thresholds of those losses.
         label, group: the class and the group of every item's or row's points, where a promise asks.
@@ -66,7 +67,6 @@ class Sample:
     """
 
     statistic: Tensor
-    points: int = -1
     count: Tensor | None = None
     grid: Tensor | None = None
     label: Tensor | None = None
@@ -74,16 +74,15 @@ class Sample:
     importance: Tensor | None = None
     own: float = 1.0
 
-    def __post_init__(self) -> None:
-        if self.points < 0:
-            points = len(self.statistic) if self.count is None else int(self.count.sum())
-            object.__setattr__(self, "points", points)
+    @property
+    def points(self) -> int:
+        """How many points there are: one per item, or as many as ``count`` says."""
+        return len(self.statistic) if self.count is None else int(self.count.sum())
 
     def __getitem__(self, some: Tensor) -> Sample:
         """Some of the items or rows."""
-        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "grid"}
-        kept = {name: value[some.to(value.device)] for name, value in kept.items() if isinstance(value, Tensor)}
-        return replace(self, **kept, points=-1)
+        rows = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name != "grid"}
+        return replace(self, **{name: value[some.to(value.device)] for name, value in rows.items()})
 
 
 class Clause:
@@ -93,6 +92,7 @@ class Clause:
 
     Attributes:
         keyword: its name in ``Promise(keyword=value)``, on the command line and in saved predictors.
+        expected: which values it takes, in words.
         absent: the value besides None that says nothing.
         settles: what the promise is no longer an average over, among ``AVERAGED``.
         assumptions: what the clause itself rests on.
@@ -107,6 +107,7 @@ class Clause:
     """
 
     keyword: ClassVar[str]
+    expected: ClassVar[str] = ""
     absent: ClassVar[Any] = None
     settles: ClassVar[tuple[str, ...]] = ()
     assumptions: ClassVar[tuple[str, ...]] = ()
@@ -165,7 +166,11 @@ class Clause:
         return 0.0
 
     def check(self, task: Any) -> None:
-        """Refuse a task that the clause means nothing for."""
+        """Refuse a task that the clause means nothing for: one whose points have no class, where the clause reads it."""
+        if "label" in self.reads and not task.classed:
+            raise InputError(
+                f"{self.keyword} speaks of the class of every point: it needs a classification task whose labels are all known"
+            )
 
     def settled(self, holdout: Any, n: int, alpha: float) -> Clause:
         """The clause with everything chosen that it leaves to the holdout."""
@@ -176,8 +181,8 @@ class Clause:
         return ""
 
     def whom(self) -> str:
-        """For whom the probability is promised, after its number: `` for every true class``."""
-        return ""
+        """For whom the probability is promised, after its number: `` for every group``."""
+        return f" for every {self.unit}" if self.unit else ""
 
     def sentence(self) -> str:
         """A part of the guarantee's sentence, or nothing; it follows a comma."""
@@ -191,12 +196,9 @@ class Clause:
         """The clause's value for JSON."""
         return getattr(self, fields(self)[0].name)  # type: ignore[arg-type]
 
-    def needs_classes(self, task: Any) -> None:
-        """Refuse a task whose points have no class of their own."""
-        if not task.classed:
-            raise InputError(
-                f"{self.keyword} speaks of the class of every point: it needs a classification task whose labels are all known"
-            )
+
+CLAUSES: dict[str, type[Clause]] = {}
+"""What a promise may say, by keyword; hooks run in this order."""
 
 
 @dataclass(frozen=True, init=False)
@@ -225,8 +227,6 @@ class Promise:
     clauses: tuple[Clause, ...] = field(default=())
 
     def __init__(self, **clauses: Any) -> None:
-        from keepcover.promises import CLAUSES
-
         unknown = [name for name in clauses if name not in CLAUSES]
         if unknown:
             raise InputError(f"a promise may say {', '.join(CLAUSES)} beyond the marginal one, got {unknown[0]!r}")
@@ -271,8 +271,6 @@ class Promise:
 
     def share(self, n: int, level: float) -> float:
         """The share of points above the threshold to expect at this level: what clauses add to the rank is taken off."""
-        if not self.clauses:
-            return level
         return level - (self.rank(n, Fraction(level)) - conformal_rank(n, Fraction(level))) / (n + 1)
 
     def quantile(self, sample: Sample | Tensor, level: Fraction) -> float:
@@ -309,11 +307,7 @@ class Promise:
             >>> round(Promise().least_level(99), 6)
             0.01
         """
-        low, high = 0.0, 1.0
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.rank(n, Fraction(middle)) <= n else (middle, high)
-        return high
+        return bisect(lambda level: self.rank(n, Fraction(level)) > n, 0.0, 1.0)[1]
 
     def points_needed(self, level: Fraction) -> int:
         """The least number of calibration points with a finite threshold at this miscoverage.
@@ -375,20 +369,19 @@ class Promise:
         if weights is not None:
             assert sample.label is not None
             sample = replace(sample, importance=weights.to(sample.label.device)[sample.label])
-        parts, made = self.parts(sample, classes), {}
+        parts = self.parts(sample, classes)
         own = [1.0] if weights is None else weights.tolist()
 
-        def made_of(cell: int, weight: float) -> float:
-            if (cell, weight) not in made:
-                part = replace(parts[cell], own=weight)
-                made[cell, weight] = threshold_of(part) if part.points else math.inf
-            return made[cell, weight]
+        @cache
+        def made(cell: int, weight: float) -> float:
+            part = parts[cell]
+            return threshold_of(replace(part, own=weight)) if part.points else math.inf
 
         place = self.partition.of_label(classes or 0) if self.partition else None
         if place is not None:
-            table = [[made_of(cell, own[k % len(own)]) for k, cell in enumerate(place.tolist())]]
+            table = [[made(cell, own[k % len(own)]) for k, cell in enumerate(place.tolist())]]
         else:
-            table = [[made_of(cell, weight) for weight in own] for cell in range(len(parts))]
+            table = [[made(cell, weight) for weight in own] for cell in range(len(parts))]
         values = torch.tensor(table, dtype=torch.float64)
         if self.groups is not None:
             return values
@@ -464,8 +457,6 @@ class Promise:
     @property
     def budgets(self) -> dict[str, str]:
         """What every clause that could be said allows for here, in words: poison, drift and the like."""
-        from keepcover.promises import CLAUSES
-
         said = {clause.keyword: clause.sentence() for clause in self.clauses}
         return {name: said.get(name) or without for name, kind in CLAUSES.items() if (without := kind.without)}
 
@@ -533,20 +524,4 @@ def smallest(holds: Callable[[int], Any], low: int, high: int = NEVER) -> int:
     while low < end:
         middle = (low + end) // 2
         low, end = (low, middle) if holds(middle) else (middle + 1, end)
-    return low
-
-
-def largest(holds: Callable[[float], Any]) -> float | None:
-    """The largest share in [0, 1] where ``holds`` is true, true up to there, rounded down; None where it is true nowhere.
-
-    Example:
-        >>> round(largest(lambda share: share <= 0.3), 6)
-        0.3
-    """
-    low, high = 0.0, 1.0
-    if not holds(low):
-        return None
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
     return low

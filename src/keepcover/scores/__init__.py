@@ -1,6 +1,6 @@
 """Scores of candidates under noise: HPS, APS, RAPS and yours; PTT; and the draws that rules read."""
 
-from keepcover.scores.draws import Draws, Items, Reading
+from keepcover.scores.draws import Draws, Reading
 from keepcover.scores.scores import (
     APS,
     HPS,
@@ -17,7 +17,7 @@ from keepcover.scores.scores import (
     raps,
     top_label,
 )
-from keepcover.scores.tally import GRID, Tally
+from keepcover.scores.tally import GRID, Items, Tally
 from keepcover.scores.transforms import PTT, Steps
 
 __all__ = [

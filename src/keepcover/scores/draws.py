@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepcover.errors import InputError
-from keepcover.scores.tally import GRID, Tally, losses_of
 
 PIECE = 2**18  # numbers looked at together on a CPU
 
@@ -32,19 +29,15 @@ def pieces(values: Tensor) -> list[slice]:
     return [slice(at, at + rows) for at in range(0, len(values), rows)]
 
 
-def in_pieces(values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """``function`` of some points at a time, see :func:`pieces`.
+def in_pieces(values: Tensor, function: Callable[..., Tensor], *beside: Tensor) -> Tensor:
+    """``function`` of some points at a time, see :func:`pieces`, and of what is known beside them.
 
     Example:
         >>> in_pieces(torch.ones(5, 2**20), lambda part: part.sum(dim=1))[0]
         tensor(1048576.)
     """
-    return joined([function(values[part]) for part in pieces(values)])
-
-
-def joined(parts: list[Tensor]) -> Tensor:
-    """What pieces gave, as one; no copy where there was one piece."""
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    parts = [function(values[part], *(other[part] for other in beside)) for part in pieces(values)]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]  # no copy of one piece
 
 
 def on_device(threshold: Tensor, like: Tensor) -> Tensor:
@@ -67,9 +60,7 @@ class Draws:
 
     def __init__(self, values: Tensor, unit: bool = False) -> None:
         if values.ndim < 2 or values.shape[-1] < 1:
-            raise InputError(
-                f"expected noisy scores [..., draws] with at least one draw, got shape {tuple(values.shape)}"
-            )
+            raise InputError(f"expected noisy scores [..., draws], at least one draw, got shape {tuple(values.shape)}")
         self.values, self.unit = values, unit
         self._fewer: dict[int, Draws] = {}
 
@@ -88,9 +79,7 @@ class Draws:
     def first(self, count: int) -> Draws:
         """The first ``count`` draws of every point."""
         if count > self.count:
-            raise InputError(
-                f"asked for {count} draws, only {self.count} are there; smooth with more draws or ask for fewer"
-            )
+            raise InputError(f"asked for {count} draws, only {self.count} are there; smooth with more or ask for fewer")
         if count == self.count:
             return self
         if count not in self._fewer:  # kept, with whatever is computed from it: several rules may ask for the same
@@ -140,135 +129,6 @@ class Draws:
         if isinstance(threshold, Tensor) and threshold.ndim:
             threshold = threshold.to(self.values.device)[..., None]
         return (self.values > threshold).sum(dim=-1)
-
-
-@dataclass(frozen=True)
-class Items:
-    """What must not be missed, under noise: one true label per image, or several things of different weight.
-
-    Attributes:
-        draws: noisy scores ``[items, N]``.
-        points: how many points they belong to; more than items where some points have nothing to miss.
-        weight: of each item in its point's loss, at most 1 per point together; None where every point has one item.
-        owner: the point of each item, 0 and up, where items have weights.
-        label, group: the class and the group of every item's point; None where no promise asks.
-        batch: which entry of a predictor's history brought every item; None where one did.
-
-    Example:
-        >>> from keepcover.scores.tally import places
-        >>> items = Items(Draws(torch.tensor([[1.0], [2.0]])), 3, torch.full((2,), 0.5), torch.tensor([1, 1]))
-        >>> items.losses((0.0, 1.0))[:, places(torch.tensor([0.0, 1.0, 2.0]))].tolist()
-        [[0.0, 0.0, 0.0], [1.0, 0.5, 0.0], [0.0, 0.0, 0.0]]
-    """
-
-    draws: Draws
-    points: int
-    weight: Float[Tensor, " items"] | None = None
-    owner: Int[Tensor, " items"] | None = None
-    label: Int[Tensor, " items"] | None = None
-    group: Int[Tensor, " items"] | None = None
-    batch: Int[Tensor, " items"] | None = None
-
-    grid = GRID
-
-    @classmethod
-    def single(cls, draws: Draws) -> Items:
-        """One item per point."""
-        return cls(draws, len(draws))
-
-    @classmethod
-    def joined(cls, parts: Sequence[Items]) -> Items:
-        """Weighted items of several batches of points, one after the other."""
-        before = [0, *accumulate(part.points for part in parts)]
-        owners = [part.weights[1] + start for part, start in zip(parts, before[:-1], strict=True)]
-        draws = Draws(torch.cat([part.draws.values for part in parts]))
-        return cls(draws, before[-1], torch.cat([part.weights[0] for part in parts]), torch.cat(owners))
-
-    @property
-    def several(self) -> bool:
-        """Whether points may have any number of items."""
-        return self.weight is not None
-
-    @property
-    def weights(self) -> tuple[Tensor, Tensor]:
-        """The weight and the point of every item."""
-        if self.weight is None or self.owner is None:
-            raise InputError("expected items with weights and owners: these have one item per point")
-        return self.weight, self.owner
-
-    @property
-    def count(self) -> Int[Tensor, " points"]:
-        """Points behind every row of :meth:`losses`."""
-        return torch.ones(self.points, dtype=torch.int64)
-
-    def to(self, device: str | torch.device) -> Items:
-        """Weighted items on another device."""
-        draws, (weight, owner) = Draws(self.draws.values.to(device), self.draws.unit), self.weights
-        return replace(self, draws=draws, weight=weight.to(device), owner=owner.to(device))
-
-    def first(self, count: int) -> Items:
-        """The first ``count`` draws of every item."""
-        return replace(self, draws=self.draws.first(count))
-
-    def losses(self, g: Sequence[float]) -> Float[Tensor, "points grid"]:
-        r"""Every point's :math:`\sum_k w_k\,g(count_k(t))` at the thresholds of the grid."""
-        return losses_of(self.draws.ascending, *self.weights, self.points, g)
-
-    def total(self, group: Tensor | None = None) -> Tally:
-        """What rules ask of all these points together, or of those of every group."""
-        return Tally.of(self.draws.ascending, *self.weights, self.points, group)
-
-    def thinned(self, most: int) -> Items:
-        """At most so many items of every point, at random, with the weight of all of its items."""
-        weight, owner = self.weights
-        order = torch.randperm(len(owner), generator=torch.Generator().manual_seed(0)).to(owner.device)
-        order = order[owner[order].argsort(stable=True)]
-        sizes = owner.bincount(minlength=self.points)
-        within = torch.arange(len(owner), device=owner.device) - (sizes.cumsum(0) - sizes)[owner[order]]
-        kept = order[within < most].sort().values
-        total, left = (weight.new_zeros(self.points).index_add_(0, owner[at], weight[at]) for at in (order, kept))
-        share = (total / left)[owner[kept]]
-        return replace(self, draws=self.draws[kept], weight=weight[kept] * share, owner=owner[kept])
-
-    @property
-    def scores(self) -> Tensor:
-        """Noisy scores ``[items, N]``."""
-        return self.draws.values
-
-    def tensors(self) -> dict[str, Tensor | None]:
-        """What a file keeps of items, one per point."""
-        return {"calibration": self.scores, "label": self.label, "group": self.group, "batch": self.batch}
-
-    def unordered(self) -> Items:
-        """In the order of their first draw: what is saved need not tell which point was which."""
-        return self[self.draws.values[:, 0].argsort()]
-
-    def numbered(self, batch: int) -> Items:
-        """With the number of their batch, where they have none yet."""
-        return self if self.batch is not None else replace(self, batch=torch.full((len(self.draws),), batch))
-
-    def of_batches(self, numbers: Sequence[int]) -> Items:
-        """Those of some batches."""
-        assert self.batch is not None
-        return self[torch.isin(self.batch, torch.tensor(numbers))]
-
-    def plus(self, other: Items) -> Items:
-        """Both, one item per point each."""
-
-        def joined(name: str) -> Tensor | None:
-            first, second = getattr(self, name), getattr(other, name)
-            return None if second is None else torch.cat([first.to(second.device), second])
-
-        values = torch.cat([self.draws.values.to(other.draws.values.device), other.draws.values])
-        known = {name: joined(name) for name in ("label", "group", "batch")}
-        return Items(Draws(values), self.points + other.points, **known)
-
-    def __getitem__(self, some: Tensor) -> Items:
-        """Some of the items, one for each of their points."""
-        known = {name: getattr(self, name) for name in ("label", "group", "batch")}
-        kept = {name: None if value is None else value[some.to(value.device)] for name, value in known.items()}
-        draws = self.draws[some.to(self.draws.values.device)]
-        return Items(draws, len(draws), **kept)
 
 
 @dataclass(frozen=True)

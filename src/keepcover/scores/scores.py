@@ -280,14 +280,13 @@ class CustomScore(Score):
         self.bounded = bounded
         try:
             parameters = inspect.signature(function).parameters.values()
+            positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            required = sum(p.default is p.empty for p in positional)
         except ValueError:  # builtins do not say; logits alone is what they can take
-            parameters = inspect.signature(lambda logits: logits).parameters.values()
-        positional = [
-            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
-        ]
-        self.randomized = len(positional) == 2
-        if len(positional) not in (1, 2):
-            raise InputError(f"expected a score of (logits) or (logits, u), got {len(positional)} required arguments")
+            required = 1
+        self.randomized = required == 2
+        if required not in (1, 2):
+            raise InputError(f"expected a score of (logits) or (logits, u), got {required} required arguments")
 
     def __call__(self, logits: Tensor, u: Tensor | float) -> Tensor:
         scores = self.function(logits, u) if self.randomized else self.function(logits)

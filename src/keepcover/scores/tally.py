@@ -13,27 +13,26 @@ all that a rule asks of the items of any number of points: memory grows neither 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepcover.errors import InputError
+from keepcover.scores.draws import Draws
 
-BITS, SMALLEST, LARGEST = (
-    6,
-    -6,
-    9,
-)  # after the leading bit; powers of two between which numbers differ from 0 and infinity
+# Bits after the leading one; powers of two between which numbers differ from 0 and infinity.
+BITS, SMALLEST, LARGEST = 6, -6, 9
 TOGETHER = 2**22  # numbers sorted into the grid at a time
 
 
 def _numbers() -> Tensor:
     steps = 1 + torch.arange(2**BITS, dtype=torch.float64) / 2**BITS
-    above = torch.cat([2.0**power * steps for power in range(SMALLEST, LARGEST)])
-    ends = torch.tensor([torch.inf], dtype=torch.float64)
-    return torch.cat([-ends, -above.flip(0), torch.zeros(1, dtype=torch.float64), above, ends])
+    above = torch.cat([*(2.0**power * steps for power in range(SMALLEST, LARGEST)), steps[:1] * torch.inf])
+    return torch.cat([-above.flip(0), steps[:1] * 0, above])
 
 
 GRID: Float[Tensor, " grid"] = _numbers()
@@ -68,28 +67,162 @@ def _above(place: Tensor, row: Tensor, weight: Tensor, rows: int, bins: int = le
     return found.flip(1).cumsum(dim=1).flip(1)[:, 1:]
 
 
-def losses_of(
-    ascending: Float[Tensor, "items draws"], weight: Tensor, owner: Tensor, points: int, g: Sequence[float]
-) -> Float[Tensor, "points grid"]:
-    r"""Every point's :math:`\sum_k w_k\,g(count_k(t))` on the grid."""
-    draws = ascending.shape[1]
+def _summed(weight: Tensor, row: Tensor, rows: int) -> Tensor:
+    """The weight of every row."""
+    return torch.zeros(rows, dtype=torch.float64, device=weight.device).index_add_(0, row, weight.double())
+
+
+def _check_losses(g: Sequence[float], draws: int) -> None:
     if len(g) != draws + 1:
         raise InputError(f"expected a loss for each of 0 to {draws} draws above the threshold, got {len(g)}")
-    rise = torch.tensor(g, dtype=torch.float64, device=ascending.device).diff()
-    steps = rise.nonzero()[:, 0]
-    total = torch.zeros(points, dtype=torch.float64, device=ascending.device).index_add_(0, owner, weight.double())
-    found = (float(g[0]) * total)[:, None].expand(points, len(GRID)).clone()
-    for part in _parts(ascending):
-        # At least j draws exceed t iff the j-th largest does.
-        own = ascending[part][:, draws - 1 - steps]
-        weights = weight[part].double()[:, None] * rise[steps]
-        found += _above(places(own), owner[part][:, None].expand_as(own), weights, points)
-    return found
 
 
 def _parts(values: Tensor) -> list[slice]:
     step = max(1, TOGETHER // max(1, values.shape[1]))
     return [slice(at, at + step) for at in range(0, len(values), step)]
+
+
+@dataclass(frozen=True)
+class Items:
+    """What must not be missed, under noise: one true label per image, or several things of different weight.
+
+    Attributes:
+        draws: noisy scores ``[items, N]``.
+        points: how many points they belong to; more than items where some points have nothing to miss.
+        weight: of each item in its point's loss, at most 1 per point together; None where every point has one item.
+        owner: the point of each item, 0 and up, where items have weights.
+        label, group: the class and the group of every item's point; None where no promise asks.
+        batch: which entry of a predictor's history brought every item; None where one did.
+
+    Example:
+        >>> items = Items(Draws(torch.tensor([[1.0], [2.0]])), 3, torch.full((2,), 0.5), torch.tensor([1, 1]))
+        >>> items.losses((0.0, 1.0))[:, places(torch.tensor([0.0, 1.0, 2.0]))].tolist()
+        [[0.0, 0.0, 0.0], [1.0, 0.5, 0.0], [0.0, 0.0, 0.0]]
+    """
+
+    draws: Draws
+    points: int
+    weight: Float[Tensor, " items"] | None = None
+    owner: Int[Tensor, " items"] | None = None
+    label: Int[Tensor, " items"] | None = None
+    group: Int[Tensor, " items"] | None = None
+    batch: Int[Tensor, " items"] | None = None
+
+    grid = GRID
+
+    @classmethod
+    def single(cls, draws: Draws) -> Items:
+        """One item per point."""
+        return cls(draws, len(draws))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Items]) -> Items:
+        """Weighted items of several batches of points, one after the other."""
+        before = [0, *accumulate(part.points for part in parts)]
+        owners = [part.weights[1] + start for part, start in zip(parts, before[:-1], strict=True)]
+        draws = Draws(torch.cat([part.draws.values for part in parts]))
+        return cls(draws, before[-1], torch.cat([part.weights[0] for part in parts]), torch.cat(owners))
+
+    @property
+    def several(self) -> bool:
+        """Whether points may have any number of items."""
+        return self.weight is not None
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """The weight and the point of every item."""
+        if self.weight is None or self.owner is None:
+            raise InputError("expected items with weights and owners: these have one item per point")
+        return self.weight, self.owner
+
+    @property
+    def count(self) -> Int[Tensor, " points"]:
+        """Points behind every row of :meth:`losses`."""
+        return torch.ones(self.points, dtype=torch.int64)
+
+    def to(self, device: str | torch.device) -> Items:
+        """Weighted items on another device."""
+        draws, (weight, owner) = Draws(self.draws.values.to(device), self.draws.unit), self.weights
+        return replace(self, draws=draws, weight=weight.to(device), owner=owner.to(device))
+
+    def first(self, count: int) -> Items:
+        """The first ``count`` draws of every item."""
+        return replace(self, draws=self.draws.first(count))
+
+    def losses(self, g: Sequence[float]) -> Float[Tensor, "points grid"]:
+        r"""Every point's :math:`\sum_k w_k\,g(count_k(t))` at the thresholds of the grid."""
+        (weight, owner), ascending, draws = self.weights, self.draws.ascending, self.draws.count
+        _check_losses(g, draws)
+        rise = torch.tensor(g, dtype=torch.float64, device=ascending.device).diff()
+        steps = rise.nonzero()[:, 0]
+        found = (float(g[0]) * _summed(weight, owner, self.points))[:, None].expand(-1, len(GRID)).clone()
+        for part in _parts(ascending):
+            # At least j draws exceed t iff the j-th largest does.
+            own = ascending[part][:, draws - 1 - steps]
+            weights = weight[part].double()[:, None] * rise[steps]
+            found += _above(places(own), owner[part][:, None].expand_as(own), weights, self.points)
+        return found
+
+    def total(self, group: Tensor | None = None) -> Tally:
+        """What rules ask of all these points together, in one row, or of those of every group that occurs."""
+        (weight, owner), ascending, draws = self.weights, self.draws.ascending, self.draws.count
+        names, row = (torch.zeros(self.points) if group is None else group).unique(return_inverse=True)
+        rows, row = len(names), row.to(ascending.device)
+        above = torch.zeros(rows * draws, len(GRID), dtype=torch.float64, device=ascending.device)
+        position = torch.arange(draws, device=ascending.device).flip(0)  # ascending[:, N - j] is the j-th largest
+        for part in _parts(ascending):
+            lines = (row[owner[part]] * draws)[:, None] + position
+            above += _above(places(ascending[part]), lines, weight[part][:, None].expand_as(lines), rows * draws)
+        above = above.view(rows, draws, -1).transpose(1, 2).contiguous().cpu()
+        count, group = row.bincount(minlength=rows).cpu(), None if group is None else names
+        return Tally(above, _summed(weight, row[owner], rows).cpu(), count, GRID, group)
+
+    def thinned(self, most: int) -> Items:
+        """At most so many items of every point, at random, with the weight of all of its items."""
+        weight, owner = self.weights
+        order = torch.randperm(len(owner), generator=torch.Generator().manual_seed(0)).to(owner.device)
+        order = order[owner[order].argsort(stable=True)]
+        sizes = owner.bincount(minlength=self.points)
+        within = torch.arange(len(owner), device=owner.device) - (sizes.cumsum(0) - sizes)[owner[order]]
+        kept = order[within < most].sort().values
+        total, left = (weight.new_zeros(self.points).index_add_(0, owner[at], weight[at]) for at in (order, kept))
+        share = (total / left)[owner[kept]]
+        return replace(self, draws=self.draws[kept], weight=weight[kept] * share, owner=owner[kept])
+
+    @property
+    def scores(self) -> Tensor:
+        """Noisy scores ``[items, N]``."""
+        return self.draws.values
+
+    def tensors(self) -> dict[str, Any]:
+        """What a file keeps of items, one per point."""
+        return {"calibration": self.scores, "label": self.label, "group": self.group, "batch": self.batch}
+
+    def unordered(self) -> Items:
+        """In the order of their first draw: what is saved need not tell which point was which."""
+        return self[self.draws.values[:, 0].argsort()]
+
+    def numbered(self, batch: int) -> Items:
+        """With the number of their batch, where they have none yet."""
+        return self if self.batch is not None else replace(self, batch=torch.full((len(self.draws),), batch))
+
+    def of_batches(self, numbers: Sequence[int]) -> Items:
+        """Those of some batches."""
+        assert self.batch is not None
+        return self[torch.isin(self.batch, torch.tensor(numbers))]
+
+    def plus(self, other: Items) -> Items:
+        """Both, one item per point each."""
+        made: list[Any] = [
+            None if theirs is None else torch.cat([own.to(theirs.device), theirs])
+            for own, theirs in zip(self.tensors().values(), other.tensors().values(), strict=True)
+        ]
+        return Items(Draws(made[0]), self.points + other.points, None, None, *made[1:])
+
+    def __getitem__(self, some: Tensor) -> Items:
+        """Some of the items, one for each of their points."""
+        kept: list[Any] = [None if own is None else own[some.to(own.device)] for own in self.tensors().values()]
+        return Items(Draws(kept[0], self.draws.unit), len(kept[0]), None, None, *kept[1:])
 
 
 @dataclass(frozen=True)
@@ -105,7 +238,8 @@ class Tally:
         batch: which entry of a predictor's history brought every row; None where one did.
 
     Example:
-        >>> one = Tally.of(torch.tensor([[0.0, 3.0]]), torch.ones(1), torch.zeros(1).long(), 2)     # the second point is empty
+        >>> items = Items(Draws(torch.tensor([[0.0, 3.0]])), 2, torch.ones(1), torch.tensor([0]))    # the second point is empty
+        >>> one = items.total()
         >>> losses = one.losses((0.0, 0.5, 1.0))[0]
         >>> losses[places(torch.tensor([-1.0, 0.0, 3.0]))], one.points
         (tensor([1.0000, 0.5000, 0.0000], dtype=torch.float64), 2)
@@ -120,30 +254,6 @@ class Tally:
 
     several = True
     label = None
-
-    @classmethod
-    def of(cls, ascending: Tensor, weight: Tensor, owner: Tensor, points: int, group: Tensor | None = None) -> Tally:
-        """The items of ``points`` points, ascending draws each; one row, or one per group that occurs."""
-        device, draws = ascending.device, ascending.shape[1]
-        names, row = (
-            (torch.zeros(1), torch.zeros(points, dtype=torch.int64))
-            if group is None
-            else group.unique(return_inverse=True)
-        )
-        rows, row = len(names), row.to(device)
-        above = torch.zeros(rows * draws, len(GRID), dtype=torch.float64, device=device)
-        position = draws - 1 - torch.arange(draws, device=device)  # ascending[:, N - j] is the j-th largest
-        for part in _parts(ascending):
-            lines = (row[owner[part]] * draws)[:, None] + position
-            above += _above(places(ascending[part]), lines, weight[part][:, None].expand_as(lines), rows * draws)
-        total = torch.zeros(rows, dtype=torch.float64, device=device).index_add_(0, row[owner], weight.double())
-        return cls(
-            above.view(rows, draws, -1).transpose(1, 2).contiguous().cpu(),
-            total.cpu(),
-            row.bincount(minlength=rows).cpu(),
-            GRID,
-            None if group is None else names,
-        )
 
     @property
     def points(self) -> int:
@@ -161,11 +271,15 @@ class Tally:
 
     def tensors(self) -> dict[str, Tensor | None]:
         """What a file keeps; the grid is the task's."""
-        known = {name: getattr(self, name) for name in ("weight", "count", "group", "batch")}
-        return {"calibration": self.above, **known}
+        columns = self._columns
+        return {"calibration": columns.pop("above"), **columns}
+
+    @property
+    def _columns(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "grid"}
 
     def check(self) -> None:
-        """Raise unless this may be what :meth:`of` counted: weights of 1 per point at most, fewer above more."""
+        """Raise unless this may be what :meth:`Items.total` counted: weights of 1 per point at most, fewer above more."""
         most = torch.cat([self.weight[:, None, None].expand(-1, len(self.grid), 1), self.above], dim=2)
         fits = self.above.shape[:2] == (len(self.count), len(self.grid)) and self.weight.shape == self.count.shape
         if not (
@@ -188,8 +302,7 @@ class Tally:
 
     def losses(self, g: Sequence[float]) -> Float[Tensor, "rows grid"]:
         r"""Every row's sum of :math:`w\,g(count(t))` on the grid."""
-        if len(g) != self.draws + 1:
-            raise InputError(f"expected a loss for each of 0 to {self.draws} draws above the threshold, got {len(g)}")
+        _check_losses(g, self.draws)
         values = torch.tensor(g, dtype=torch.float64)
         return values[0] * self.weight[:, None] + self.above @ values.diff()
 
@@ -212,11 +325,10 @@ class Tally:
         """The rows of both, those of the same group and batch as one."""
         if not torch.equal(self.grid, other.grid) or self.draws != other.draws:
             raise InputError("expected points that were counted on the same thresholds with as many draws")
-        tensors = {}
-        for name in ("above", "weight", "count", "group", "batch"):
-            one, two = getattr(self, name), getattr(other, name)
-            tensors[name] = None if one is None or two is None else torch.cat([one, two])
-        return replace(self, **tensors).merged()
+        columns, theirs = self._columns, other._columns
+        for name, own in columns.items():
+            columns[name] = None if own is None or theirs[name] is None else torch.cat([own, theirs[name]])
+        return replace(self, **columns).merged()
 
     def numbered(self, batch: int) -> Tally:
         """With the number of their batch, where rows have none yet."""
@@ -229,5 +341,4 @@ class Tally:
 
     def __getitem__(self, some: Tensor) -> Tally:
         """Some of the rows."""
-        kept = {name: getattr(self, name) for name in ("above", "weight", "count", "group", "batch")}
-        return replace(self, **{name: None if value is None else value[some] for name, value in kept.items()})
+        return replace(self, **{name: value[some] for name, value in self._columns.items() if value is not None})

@@ -7,15 +7,11 @@ from typing import Any
 
 from keepcover.errors import InputError
 from keepcover.tasks.base import Sets, Task
-from keepcover.tasks.classification import Classification
-from keepcover.tasks.intervals import IntervalEvaluation, PredictionIntervals
+from keepcover.tasks.classification import Classification, Multilabel, PredictionSets
 from keepcover.tasks.loss import Loss, LossSets
 from keepcover.tasks.metrics import Evaluation, Proportion, RiskEvaluation, Spread
-from keepcover.tasks.multilabel import Multilabel
-from keepcover.tasks.pixels import PixelSets
-from keepcover.tasks.regression import Regression
-from keepcover.tasks.segmentation import Segmentation
-from keepcover.tasks.sets import PredictionSets
+from keepcover.tasks.regression import IntervalEvaluation, PredictionIntervals, Regression
+from keepcover.tasks.segmentation import PixelSets, Segmentation
 
 TASKS: dict[str, type[Task]] = {
     task.name: task for task in (Classification, Regression, Multilabel, Segmentation, Loss)
@@ -29,24 +25,21 @@ def get_task(task: str | Task, **options: Any) -> Task:
         >>> get_task("classification", score="aps").score_name
         'aps'
     """
-    given = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in options.items() if value is not None
-    }
+    given = {name: value for name, value in options.items() if value is not None}
     if isinstance(task, Task):
         if given:
             raise InputError("the task brings its own score and class names; give them there")
         return task
     if task not in TASKS:
         raise InputError(f"expected a task among {', '.join(TASKS)}, got {task!r}")
-    missing = [f.name for f in fields(TASKS[task]) if f.default is MISSING and f.default_factory is MISSING]  # type: ignore[arg-type]
-    if missing:
+    kind, own = TASKS[task], {f.name: f for f in fields(TASKS[task])}  # type: ignore[arg-type]
+    if missing := [f.name for f in own.values() if f.default is MISSING and f.default_factory is MISSING]:
         raise InputError(
-            f"{task} is given as a value, which brings {' and '.join(missing)} of yours: task={TASKS[task].__name__}(...)"
+            f"{task} is given as a value, which brings {' and '.join(missing)} of yours: task={kind.__name__}(...)"
         )
-    unknown = sorted(given.keys() - {field.name for field in fields(TASKS[task])})  # type: ignore[arg-type]
-    if unknown:
+    if unknown := sorted(given.keys() - own):
         raise InputError(f"{task} has no {unknown[0]}; leave it out")
-    return TASKS[task](**given)
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
 __all__ = [

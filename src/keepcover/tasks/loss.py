@@ -18,7 +18,7 @@ from keepcover.guarantee import Guarantee
 from keepcover.scores import Reading, Tally
 from keepcover.tasks.base import Rule, Task
 from keepcover.tasks.metrics import RiskEvaluation, as_labels
-from keepcover.tasks.shown import Shown
+from keepcover.tasks.shown import Shown, by_row
 
 SLACK = 1e-6  # rounding of a user's own arithmetic
 
@@ -87,10 +87,6 @@ class Loss(Task):
         """What a saved predictor is given again."""
         return self
 
-    @property
-    def candidates(self) -> int | None:
-        return None
-
     def unfit(self, method: Any) -> str:
         if method.things == "any":
             return f"{method.name} counts draws of things that are missed or not, and a loss of your own has none; choose one_draw"
@@ -158,17 +154,12 @@ class Loss(Task):
 
     def inside(self, summary: Tensor, rule: Rule, threshold: Tensor) -> Tensor:
         """The parameter, and the output that it is for, ``[n, 1 + numbers of an output]``."""
-        parameter = (
-            threshold.double().clamp(max=self.grid[-1]).reshape(-1, 1).to(summary.device).expand(len(summary), 1)
-        )
-        return torch.cat([parameter, summary.double()], dim=1)
-
-    def _parts(self, inside: Tensor) -> tuple[Tensor, Tensor]:
-        return inside[:, 0], inside[:, 1:].float().reshape(len(inside), *(self.shape or ()))
+        parameter = threshold.double().clamp(max=self.grid[-1]).reshape(-1, 1).to(summary.device)
+        return torch.cat([parameter.expand(len(summary), 1), summary.double()], dim=1)
 
     def each(self, inside: Tensor, function: Callable[[Tensor, Tensor, float], Tensor]) -> Tensor:
         """A function of positions, outputs and parameter, of the queries of every parameter that occurs."""
-        parameter, outputs = self._parts(inside)
+        parameter, outputs = inside[:, 0], inside[:, 1:].float().reshape(len(inside), *(self.shape or ()))
         found: Tensor | None = None
         for value in parameter.unique().tolist():
             some = (parameter == value).nonzero()[:, 0]
@@ -178,10 +169,9 @@ class Loss(Task):
         return parameter if found is None else found
 
     def sizes(self, inside: Tensor) -> Tensor:
-        own = self.size
-        return (
-            inside[:, 0] if own is None else self.each(inside, lambda _, outputs, value: own(outputs, value).double())
-        )
+        if (own := self.size) is None:
+            return inside[:, 0]
+        return self.each(inside, lambda _, outputs, value: own(outputs, value).double())
 
     def sized(self, size: float) -> str:
         return f"{size:.4g}"
@@ -200,8 +190,7 @@ class Loss(Task):
         """A parameter keeps what it keeps, however draws are counted."""
         summary = self.summary(self.prepare(outputs, Reading(True), u), None, u)
         table = np.zeros((len(thresholds), outputs.shape[1] + 1))
-        for row, value in enumerate(thresholds):
-            table[row, 0] = float(self.sizes(self.inside(summary, None, torch.tensor(float(value)))).mean())
+        table[:, 0] = [float(self.sizes(self.inside(summary, None, t)).mean()) for t in torch.tensor(thresholds)]
         return table
 
     def climb(self, outputs: Tensor, truth: Tensor, rule: Rule, threshold: Tensor, u: Tensor) -> Tensor:
@@ -214,13 +203,8 @@ class Loss(Task):
         return torch.tensor(self.grid, dtype=torch.float64)
 
     def config(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "function": getattr(self.function, "__name__", type(self.function).__name__),
-            "grid": list(self.grid),
-            "what": self.what,
-            "shape": None if self.shape is None else list(self.shape),
-        }
+        own = {**super().config(), "function": getattr(self.function, "__name__", type(self.function).__name__)}
+        return {name: value for name, value in own.items() if name not in ("make", "size")}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], score: Any = None) -> Loss:
@@ -229,8 +213,7 @@ class Loss(Task):
             raise InputError(
                 f"this predictor controls a loss of yours, {config['function']!r}; pass it: load(path, model, score=Loss(...))"
             )
-        shape = None if config["shape"] is None else tuple(config["shape"])
-        made = replace(score, shape=shape)
+        made = replace(score, shape=None if config["shape"] is None else tuple(config["shape"]))
         if made.config() != config:
             raise InputError(f"this predictor was calibrated with the loss {config}, not {made.config()}")
         return made
@@ -258,12 +241,9 @@ class LossSets(Shown):
     @property
     def made(self) -> Tensor:
         """What :attr:`Loss.make` gives for every query; the parameter without it."""
-        make = self.task.make
-        return (
-            self.parameter
-            if make is None
-            else self.task.each(self.inside, lambda _, outputs, value: make(outputs, value))
-        )
+        if (make := self.task.make) is None:
+            return self.parameter
+        return self.task.each(self.inside, lambda _, outputs, value: make(outputs, value))
 
     @property
     def size(self) -> Tensor:
@@ -271,10 +251,8 @@ class LossSets(Shown):
 
     def covers(self, truth: Any) -> Tensor:
         """One minus the loss of every query."""
-        known = self.task.check_truth(truth, len(self)).to(self.inside.device)
-        return 1 - self.task.each(
-            self.inside, lambda some, outputs, value: self.task.losses(outputs, known[some], value)
-        )
+        task, known = self.task, self.task.check_truth(truth, len(self)).to(self.inside.device)
+        return 1 - task.each(self.inside, lambda some, outputs, value: task.losses(outputs, known[some], value))
 
     def measure(self, truth: Any) -> RiskEvaluation:
         """The mean loss, with an interval."""
@@ -282,24 +260,11 @@ class LossSets(Shown):
 
     def rows(self) -> list[dict[str, Any]]:
         """One dictionary per query: its parameter and the size of what is made of it."""
-        columns = (self.parameter.tolist(), self.size.tolist(), self.trivial.tolist())
-        return [dict(zip(("parameter", "size", "trivial"), row, strict=True)) for row in zip(*columns, strict=True)]
+        return by_row(parameter=self.parameter.tolist(), size=self.size.tolist(), trivial=self.trivial.tolist())
 
     def arrays(self) -> dict[str, Tensor]:
         return {"parameter": self.parameter, "made": self.made}
 
-    def __len__(self) -> int:
-        return len(self.inside)
-
-    def __getitem__(self, index: int | Tensor | slice) -> LossSets:
-        """Some of the queries; an integer gives one, still as :class:`LossSets`."""
-        return replace(self, inside=self.inside[slice(index, index + 1 or None) if isinstance(index, int) else index])
-
     def __repr__(self) -> str:
-        promise = self.guarantee
-        found = sorted(set(self.parameter.tolist()))
-        listed = ", ".join(f"{value:g}" for value in found[:8])
-        return (
-            f"{len(self)} predictions at parameter {listed}; {self.task.what} is at most {promise.alpha:g}, certified within "
-            f"{promise.threat.reach}"
-        )
+        found = ", ".join(f"{value:g}" for value in sorted(set(self.parameter.tolist()))[:8])
+        return f"{len(self)} predictions at parameter {found}; {self.task.what} is at most {self.guarantee.alpha:g}, {self.held}"

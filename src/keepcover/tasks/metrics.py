@@ -62,8 +62,9 @@ class Spread:
         return f"{self.mean:.3f} ± {self.std:.3f}"
 
 
+@dataclass(frozen=True)
 class Sized:
-    """What every measurement says of sizes."""
+    """What every measurement says: the coverage, the mean size, and its spread between points."""
 
     coverage: Proportion
     size: float
@@ -74,6 +75,9 @@ class Sized:
         """95 % normal interval of the mean size, over points like these under this calibration."""
         half = 1.96 * self.size_std / self.coverage.count**0.5
         return max(0.0, self.size - half), self.size + half
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -92,9 +96,6 @@ class Evaluation(Sized):
         by_group, size_by_group: the same for groups, where they were given.
     """
 
-    coverage: Proportion
-    size: float
-    size_std: float
     singletons: float
     empty: float
     full: float
@@ -105,15 +106,9 @@ class Evaluation(Sized):
     by_group: dict[Any, Proportion] = field(default_factory=dict)
     size_by_group: dict[Any, float] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def __str__(self) -> str:
-        empty = f"   empty {self.empty:.1%}" if self.empty else ""
-        return (
-            f"coverage {self.coverage}   size {self.size:.2f}   singletons {self.singletons:.1%}{empty}   "
-            f"{self.coverage.count} images"
-        )
+        few = f"singletons {self.singletons:.1%}" + (f"   empty {self.empty:.1%}" if self.empty else "")
+        return f"coverage {self.coverage}   size {self.size:.2f}   {few}   {self.coverage.count} images"
 
 
 @dataclass(frozen=True)
@@ -128,17 +123,14 @@ class RiskEvaluation(Sized):
         by_class: of all true things of each class, the share held; nothing is promised for them.
     """
 
-    coverage: Proportion
-    size: float
-    size_std: float
     nothing: int
     by_class: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, shares: Tensor, size: Tensor, nothing: Tensor, by_class: dict[int, float]) -> RiskEvaluation:
         """From one number per point each."""
-        spread = float(size.double().std()) if len(size) > 1 else 0.0
-        return cls(Proportion.of_shares(shares), float(size.double().mean()), spread, int(nothing.sum()), by_class)
+        sizes = Spread.of(size)
+        return cls(Proportion.of_shares(shares), sizes.mean, sizes.std, int(nothing.sum()), by_class)
 
     @property
     def risk(self) -> Proportion:
@@ -147,7 +139,7 @@ class RiskEvaluation(Sized):
         return Proportion(1 - kept.mean, 1 - kept.high, 1 - kept.low, kept.count)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"risk": asdict(self.risk), **asdict(self)}
+        return {"risk": asdict(self.risk), **super().to_dict()}
 
     def __str__(self) -> str:
         nothing = f", {self.nothing} with nothing to miss" if self.nothing else ""
@@ -239,14 +231,15 @@ def measure(mask: Bool[Tensor, "n k"], labels: Any, groups: Sequence[Any] | None
     place = torch.tensor([names.index(group) for group in groups or ()], dtype=torch.int64, device=mask.device)
     of_group, size_of_group = grouped(place) if names else ({}, {})
     by_class, size_by_class = grouped(labels)
+    size, histogram = Spread.of(sizes), torch.bincount(sizes, minlength=classes + 1).tolist()
     return Evaluation(
         coverage=Proportion.of(int(hit.sum()), n),
-        size=float(sizes.double().mean()),
-        size_std=float(sizes.double().std()) if n > 1 else 0.0,
-        singletons=float((sizes == 1).double().mean()),
-        empty=float((sizes == 0).double().mean()),
-        full=float((sizes == classes).double().mean()),
-        histogram=tuple(int(v) for v in torch.bincount(sizes, minlength=classes + 1)),
+        size=size.mean,
+        size_std=size.std,
+        singletons=histogram[1] / n,
+        empty=histogram[0] / n,
+        full=histogram[classes] / n,
+        histogram=tuple(histogram),
         by_class=by_class,
         by_size=grouped(sizes, at_once=False)[0],
         size_by_class=size_by_class,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from html import escape
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy import ndarray
@@ -16,6 +17,7 @@ from keepcover.guarantee import Guarantee
 
 MOST = 20  # rows that a notebook shows
 BINS = 32  # values that a trait has
+Own = TypeVar("Own", bound="Shown")
 
 
 def leading(values: ndarray) -> ndarray:
@@ -42,10 +44,23 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return f"<table><thead><tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr></thead><tbody>{body}</tbody></table>"
 
 
+def by_row(**columns: Sequence[Any]) -> list[dict[str, Any]]:
+    """One dictionary per row of these columns.
+
+    Example:
+        >>> by_row(label=["cat", "dog"], size=[1, 2])
+        [{'label': 'cat', 'size': 1}, {'label': 'dog', 'size': 2}]
+    """
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
 class Shown:
-    """What every kind of sets can be turned into, from its rows and its guarantee."""
+    """What every kind of sets can be turned into, from its rows and its guarantee: a dataclass whose first field has one row per
+    set.
+    """
 
     guarantee: Guarantee
+    draws_used: Tensor | None
 
     @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
@@ -65,9 +80,19 @@ class Shown:
         """One dictionary per set as a service sends it."""
         return self.rows()
 
-    @abstractmethod
     def arrays(self) -> dict[str, Tensor]:
         """What the sets are, as arrays with one row per set, by name."""
+        first = fields(self)[0].name  # type: ignore[arg-type]
+        return {first: getattr(self, first)}
+
+    def __len__(self) -> int:
+        return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]
+
+    def __getitem__(self: Own, index: int | Tensor | slice) -> Own:
+        """Some of the sets; an integer gives one, still as sets."""
+        some = slice(index, index + 1 or None) if isinstance(index, int) else index
+        own = {name: getattr(self, name) for name in (fields(self)[0].name, "draws_used")}  # type: ignore[arg-type]
+        return replace(self, **{name: value[some] for name, value in own.items() if value is not None})  # type: ignore[type-var]
 
     def to_dict(self) -> dict[str, Any]:
         """The rows and what they promise, for JSON."""
@@ -82,6 +107,17 @@ class Shown:
         frame = pandas.DataFrame(self.rows())
         frame.attrs["guarantee"] = str(self.guarantee)
         return frame
+
+    @property
+    def held(self) -> str:
+        """Where the guarantee holds."""
+        return f"certified within {self.guarantee.threat.reach}" if self.guarantee.certified else "on clean data only"
+
+    def listed(self, head: str, lines: Iterable[str]) -> str:
+        """A headline, some of the sets, and how many more there are."""
+        shown = [f"  {i}: {line}" for i, line in enumerate(lines)]
+        more = len(self) - len(shown)
+        return "\n".join([head, *shown, *([f"  ... {more} more"] if more else [])])
 
     def _repr_html_(self) -> str:
         rows = self.rows()
