@@ -21,7 +21,8 @@ from keepcover.bounds import bernstein, clopper_pearson, conformal_rank, exact_l
 from keepcover.errors import InputError
 from keepcover.guarantee import Guarantee
 from keepcover.methods import Asked, Holdout, Method, Rule, saved_method
-from keepcover.methods.exact import Exact, ExactAsymmetric, OneDrawControl
+from keepcover.methods.exact import Exact, ExactAsymmetric
+from keepcover.methods.one_draw import OneDrawControl
 from keepcover.noise import Gaussian, Noise, Stream, Threat, get_noise, get_norm
 from keepcover.promises import Promise
 from keepcover.scores import Draws, Items, Reading

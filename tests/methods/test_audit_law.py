@@ -22,7 +22,8 @@ from scipy.special import ndtri
 from keepcover.attacks.audit import VIOLATION
 from keepcover.bounds import conformal_rank, exact_level, hull_curve, hull_level, majorant
 from keepcover.methods import RCP1, Exact, ExactAsymmetric, RSCPPlus, Rule, get_method
-from keepcover.methods.exact import HullRule, MajorantRule, OneDraw
+from keepcover.methods.exact import HullRule, MajorantRule
+from keepcover.methods.one_draw import OneDraw
 from keepcover.promises import Sample
 from keepcover.scores import Draws, Items
 from tests.bounds.brute import crossing, curve

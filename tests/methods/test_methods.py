@@ -39,7 +39,7 @@ from keepcover.methods import (
     get_method,
     saved_method,
 )
-from keepcover.methods.exact import candidates
+from keepcover.methods.choosing import candidates
 from keepcover.noise import Gaussian, Threat
 from keepcover.promises import Promise, Sample
 from keepcover.scores import PTT, CustomScore, Draws, Items, Reading, hps

@@ -32,9 +32,11 @@ from keepcover.methods import (
     SplitCP,
     get_method,
 )
-from keepcover.methods.bincp import CalibrationTime, FixedShare, SharpShare
-from keepcover.methods.cp import InflatedRule
-from keepcover.methods.exact import HullRule, MajorantRule, OneDrawRisk
+from keepcover.methods.bincp import FixedShare, SharpShare
+from keepcover.methods.cas import CalibrationTime
+from keepcover.methods.exact import HullRule, MajorantRule
+from keepcover.methods.one_draw import OneDrawRisk
+from keepcover.methods.rscp import InflatedRule
 from keepcover.noise import Gaussian, Threat
 from keepcover.promises import Promise, Sample
 from keepcover.scores import Draws, Items, Reading, Tally

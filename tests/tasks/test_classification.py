@@ -17,7 +17,7 @@ from keepcover.methods import Asked, Exact
 from keepcover.noise import Gaussian, Stream, Threat
 from keepcover.scores import PTT, RAPS, CustomScore, Reading
 from keepcover.tasks import Classification, PredictionSets, get_task
-from keepcover.tasks.base import exceedances
+from keepcover.tasks.candidates import exceedances
 from keepcover.testing import check_task
 
 THREAT = Threat(Gaussian(0.25), 0.1)

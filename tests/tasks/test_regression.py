@@ -19,7 +19,7 @@ from keepcover.methods import METHODS, Asked, Holdout, get_method
 from keepcover.promises import Sample
 from keepcover.scores import Items, Reading
 from keepcover.tasks import PredictionIntervals, get_task, regression
-from keepcover.tasks.regression import deep, depth
+from keepcover.tasks.intervals import deep, depth
 from keepcover.testing import check_task
 from tests.methods.worst import LAWS, SIGMA, thresholds, violated
 

@@ -19,7 +19,7 @@ from keepcover.methods import METHODS, ExactAsymmetric, get_method
 from keepcover.scores import GRID, Draws, Items, Tally
 from keepcover.scores.tally import kept, places
 from keepcover.tasks import Loss, Multilabel, Segmentation, Task
-from keepcover.tasks.segmentation import PixelSets
+from keepcover.tasks.pixels import PixelSets
 from keepcover.testing import check_task
 from tests.methods.worst import LAWS, SIGMA
 from tests.tasks.several import FORMS, above, asked_for, attacked_losses, exceeds, fitted, points

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from keepcover.errors import InputError
+from keepcover.methods.auto import Auto
 from keepcover.methods.bands import AllBands
 from keepcover.methods.base import Asked, Explanation, Method, Rule, with_options
-from keepcover.methods.bincp import CAS, BinCP, BinCPSharp, BinCPThreshold, CASTestTime
-from keepcover.methods.cp import RSCP, RSCPPlus, SmoothedCP, SplitCP
-from keepcover.methods.exact import RCP1, Auto, Exact, ExactAsymmetric, OneDrawControl
+from keepcover.methods.bincp import BinCP, BinCPSharp, BinCPThreshold
+from keepcover.methods.cas import CAS, CASTestTime
+from keepcover.methods.cp import SmoothedCP, SplitCP
+from keepcover.methods.exact import Exact, ExactAsymmetric
 from keepcover.methods.holdout import Holdout
+from keepcover.methods.one_draw import RCP1, OneDrawControl
+from keepcover.methods.rscp import RSCP, RSCPPlus
 from keepcover.noise import Noise
 from keepcover.scores import PTT
 from keepcover.tasks import Task

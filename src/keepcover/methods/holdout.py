@@ -20,7 +20,7 @@ from keepcover.bounds import hypergeometric
 from keepcover.errors import InputError
 from keepcover.scores import PTT, Items, Reading, Steps
 from keepcover.tasks import Task
-from keepcover.tasks.base import exceedances
+from keepcover.tasks.candidates import exceedances
 
 ORDER = Reading(order=True)
 THRESHOLDS = 256

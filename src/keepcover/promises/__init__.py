@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from keepcover.promises.amounts import Confidence, Drift, Moved, Poisoned
 from keepcover.promises.base import CLAUSES, Clause, Promise, Sample, for_queries, of_truth
-from keepcover.promises.per import Clusters, LabelWeights, PerClass, PerGroup
+from keepcover.promises.calibration_epsilon import Moved
+from keepcover.promises.clusters import Clusters
+from keepcover.promises.delta import Confidence
+from keepcover.promises.drift import Drift
+from keepcover.promises.label_weights import LabelWeights
+from keepcover.promises.per import PerClass, PerGroup
+from keepcover.promises.poisoned import Poisoned
 
 # In this order: confidence chooses a rank or a sum, of which poisoned points are then paid.
 CLAUSES.update((kind.keyword, kind) for kind in (Confidence, PerClass, Clusters, Poisoned, Moved, Drift, LabelWeights))

@@ -36,8 +36,12 @@ def in_pieces(values: Tensor, function: Callable[..., Tensor], *beside: Tensor) 
         >>> in_pieces(torch.ones(5, 2**20), lambda part: part.sum(dim=1))[0]
         tensor(1048576.)
     """
-    parts = [function(values[part], *(other[part] for other in beside)) for part in pieces(values)]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]  # no copy of one piece
+    return joined([function(values[part], *(other[part] for other in beside)) for part in pieces(values)])
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """What pieces gave, as one; no copy where there was one piece."""
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def on_device(threshold: Tensor, like: Tensor) -> Tensor:

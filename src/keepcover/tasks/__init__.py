@@ -7,11 +7,15 @@ from typing import Any
 
 from keepcover.errors import InputError
 from keepcover.tasks.base import Sets, Task
-from keepcover.tasks.classification import Classification, Multilabel, PredictionSets
+from keepcover.tasks.classification import Classification
+from keepcover.tasks.intervals import IntervalEvaluation, PredictionIntervals
 from keepcover.tasks.loss import Loss, LossSets
 from keepcover.tasks.metrics import Evaluation, Proportion, RiskEvaluation, Spread
-from keepcover.tasks.regression import IntervalEvaluation, PredictionIntervals, Regression
-from keepcover.tasks.segmentation import PixelSets, Segmentation
+from keepcover.tasks.multilabel import Multilabel
+from keepcover.tasks.pixels import PixelSets
+from keepcover.tasks.regression import Regression
+from keepcover.tasks.segmentation import Segmentation
+from keepcover.tasks.sets import PredictionSets
 
 TASKS: dict[str, type[Task]] = {
     task.name: task for task in (Classification, Regression, Multilabel, Segmentation, Loss)
