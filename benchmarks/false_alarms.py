@@ -41,7 +41,7 @@ def random_outputs() -> tuple[torch.Tensor, torch.Tensor]:
 def worst_misses(predictor: keepcover.Predictor, r: float) -> ndarray:
     """The probability of a miss in many calibrations where the attack, r sigma long, is the worst that any classifier has."""
     rule: Any = predictor.rule
-    rank = rule.sure(rule._correct_rank(N), N) if r else round((1 - ALPHA) * (N + 1))
+    rank = rule.sure_rank(N) if r else round((1 - ALPHA) * (N + 1))
     clean = np.random.default_rng(0).beta(N + 1 - rank, rank, STREAMS)
     return stats.norm.cdf(stats.norm.ppf(clean) + r)
 

@@ -597,3 +597,9 @@ def test_a_compiled_model_is_given_channels_last_memory_inside(monkeypatch: pyte
     found = smoother.logits(images, 16, stream)
     assert seen == [("forward_Flat", True), ("model", True)]
     assert torch.equal(found, Smoother(nn.Flatten(), 0.25, progress=False).logits(images, 16, stream))
+
+
+def test_units_do_not_change_what_the_model_says_without_noise() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(5, 3) * torch.tensor([1.0, 10.0, 100.0])
+    scaled = Smoother(model, 0.1, input_scale=(1.0, 10.0, 100.0))
+    assert torch.allclose(scaled.clean(x), model(x), rtol=1e-4)

@@ -752,6 +752,11 @@ def test_a_changed_attribute_makes_another_store_and_a_counter_does_not(tmp_path
             store.fill(smoother(other), DATA, 8)
 
 
+def test_targets_are_fingerprinted_to_their_last_digit() -> None:
+    inputs, targets = torch.rand(4, 3), torch.rand(4)
+    assert data_fingerprint((inputs, targets)) != data_fingerprint((inputs, targets + 1e-4))
+
+
 def test_data_are_the_same_however_they_are_batched_but_not_in_another_order() -> None:
     images, labels = DATA
     whole = data_fingerprint(DATA)

@@ -76,7 +76,7 @@ def test_the_sweep_is_what_counting_gives() -> None:
 
 @pytest.mark.parametrize("mutant", [inverted_kept, inverted_turned, ends_before_starts, open_intervals])
 def test_a_wrong_sweep_is_noticed(mutant: Callable[..., Ends], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepcover.tasks.regression.depth", mutant)
+    monkeypatch.setattr("keepcover.tasks.intervals.depth", mutant)
     assert not agrees()
 
 

@@ -106,7 +106,9 @@ def evaluate(
     if save:
         config = {"logits": logits.name, "images": source.points, **vars(split)}
         write_results(save, facts, manifest(ui.command_line(), config, time.monotonic() - start))
-    kept = f"holdout {split.holdout}, {'redrawn per split' if split.redraw_holdout else 'the same in every split'}"
+    kept = (
+        f"{split.holdout} holdout points, {'redrawn per split' if split.redraw_holdout else 'the same in every split'}"
+    )
     if report:
         how = f"seed {split.seed}: {kept}, random halves of the rest to calibrate and to look at"
         origin = {**_origin(logits), "splits and seed": how, "command": ui.command_line()}

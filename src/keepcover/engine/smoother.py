@@ -193,7 +193,7 @@ class Smoother:
         if self.noise.certifies and hasattr(self.model, "under_noise"):
             return self.under(0.0, compile=False).clean(images)
         with evaluation_mode(self.model), torch.inference_mode():
-            images = images.to(self.device, non_blocking=True)
+            images = self.scaled(images.to(self.device, non_blocking=True))
             return self._run(images.float() if images.is_floating_point() else images)
 
     def stream(
@@ -386,7 +386,9 @@ class _Rescaled(nn.Module):
 
 def _units(scale: tuple[float, ...], inputs: Tensor) -> Tensor:
     if inputs.ndim != 2 or inputs.shape[1] != len(scale):
-        raise InputError(f"input_scale is for inputs [n, {len(scale)}], one unit per feature, got {list(inputs.shape)}")
+        raise InputError(
+            f"input_scale has {len(scale)} units, one per feature of [n, {len(scale)}], got {list(inputs.shape)}"
+        )
     return torch.tensor(scale, dtype=torch.float64, device=inputs.device)
 
 

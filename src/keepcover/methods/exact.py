@@ -159,5 +159,3 @@ class ExactAsymmetric(Chosen):
 
     def rule(self, asked: Asked, transform: Steps | None = None, **parameters: Any) -> Rule:
         return super().rule(asked, transform, **{**parameters, "g": tuple(parameters.get("g", ()))})
-
-

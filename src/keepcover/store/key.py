@@ -34,7 +34,8 @@ def data_fingerprint(data: Any) -> str:
         shapes.add(tuple(batch.images.shape[1:]))
         count += len(batch)
         pixels.update(batch.images.detach().cpu().contiguous().numpy().tobytes())
-        truth.update(batch.labels.cpu().long().contiguous().numpy().tobytes())
+        labels = batch.labels.cpu()
+        truth.update((labels.double() if labels.is_floating_point() else labels.long()).contiguous().numpy().tobytes())
     if len(shapes) != 1:
         raise InputError(f"expected images of one shape, got {' and '.join(map(str, sorted(shapes)))}")
     return hashlib.sha256(f"{count} {shapes.pop()} {pixels.hexdigest()} {truth.hexdigest()}".encode()).hexdigest()
