@@ -140,12 +140,14 @@ def test_what_does_not_hold_together_is_refused_before_anything_runs(
     model = ["--model", "own:make_nearest", "--data", place / "data.npz"]
     base = ["calibrate", "--out", place / "x.safetensors", *model, *LEVEL]
     (place / "latin.txt").write_bytes(b"caf\xe9\n" * 600)
+    (place / "gaps.txt").write_text("a\nb\n \n" * 200)
     for options, words in (
         (["--label-weights", "1,1,1,1", "--poisoned", "1"], "label_weights and poisoned do not hold together"),
         (["--label-weights", "1,1,1"], "expected 4 label_weights, one per class, got 3"),
         (["--clusters", "auto"], "the promise must be per class; say per='class' too"),
         (["--per", place / "data.txt", "--clusters", "auto"], "the promise must be per class"),
         (["--per", place / "latin.txt"], "expected one group per line in UTF-8"),
+        (["--per", place / "gaps.txt"], "line 3 is empty"),
         (["--per", "nowhere.txt"], "expected a text file with one group per line"),
         (["--per", place / "new.txt"], "expected the group of each of 600 points"),
         (["--delta", "1.5"], "expected delta strictly between 0 and 1"),

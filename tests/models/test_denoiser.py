@@ -347,3 +347,12 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
         capsys, *calibrate, "denoised@own.safetensors:denoised@own.safetensors:own_denoised:make"
     )
     assert "needs trained weights" in refused(capsys, *calibrate, "denoised@own.safetensors:small-cnn")
+
+
+def test_a_model_that_has_a_denoiser_is_not_told_to_get_one(small: Denoiser) -> None:
+    data = (torch.rand(60, 3, 8, 8), torch.arange(60) % 4)
+    with pytest.warns(KeepcoverWarning, match="fine-tune it under this noise") as caught:
+        keepcover.calibrate(
+            keepcover.denoised(SmallCNN(3, 4).eval(), small), data, method="rcp1", epsilon=0.1, sigma=0.5, draws=1
+        )
+    assert not any("put a denoiser before it" in str(one.message) for one in caught)

@@ -830,6 +830,7 @@ def test_a_useless_model_is_warned_about(model: nn.Module) -> None:
         predictor = calibrate(model, CAL, method="rcp1", **{**ASK, "sigma": 9.0})
     assert str(caught[0].message) == predictor.warning
     assert f"Warning: {predictor.warning}" in repr(predictor)
+    assert "put a denoiser before it" in (predictor.warning or "")
 
 
 @pytest.mark.parametrize("classes", [2, 3, 4])

@@ -470,3 +470,10 @@ def test_an_attack_that_lifts_zero_above_alpha_leaves_the_largest_parameter() ->
 def test_get_method_knows_one_draw() -> None:
     assert get_method("one_draw").certified
     assert isinstance(calibrated("multilabel").items, Tally)
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("strange", [None, 1.5, (1.5,), {"car"}])
+def test_masks_are_of_classes(strange: Any) -> None:
+    with pytest.raises(InputError, match="expected of= as names or numbers of classes"):
+        Segmentation(of=strange)

@@ -414,6 +414,11 @@ def read_groups(path: Path, rows: Any = None) -> list[str]:
     if not path.is_file():
         raise InputError(f"expected a text file with one group per line, and there is none at {path}; or --per class")
     lines = _lines(path, "group")
+    if "" in map(str.strip, lines):
+        empty = [*map(str.strip, lines)].index("") + 1
+        raise InputError(
+            f"expected one group per line in {path}, and line {empty} is empty; name a group of its own for such rows"
+        )
     if rows is None or len(lines) == len(rows):
         return lines
     return [lines[row] for row in rows.tolist() if row < len(lines)]

@@ -56,7 +56,7 @@ class Noise(ABC):
         deterministic: whether draws are not random: all of :meth:`positions`, one after the other.
         each: what one evaluation of the model is called.
         weaker: what makes attacks weaker, for advice: ``a larger sigma``.
-        remedy: what to do with a model that fails under it.
+        remedy: what to do with a model that fails under it; ``before`` that, where it has none, something that undoes the noise.
     """
 
     name: ClassVar[str]
@@ -66,6 +66,7 @@ class Noise(ABC):
     deterministic: ClassVar[bool] = False
     each: ClassVar[str] = "draw"
     weaker: ClassVar[str] = "more noise"
+    before: ClassVar[str] = ""
     remedy: ClassVar[str] = "train it under this noise (keepcover.training.fit_under_noise), or hide or add less"
     assumptions: ClassVar[tuple[Assumption, ...]] = (FRESH, pseudorandom(f"{PHILOX} stand in for real noise."))
 

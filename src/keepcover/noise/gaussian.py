@@ -41,10 +41,8 @@ class Gaussian(Noise):
     sigma: float
 
     name, norms, weaker = "gaussian", ("l2", "l1", "linf"), "a larger sigma"
-    remedy = (
-        "put a denoiser before it (keepcover.denoised), fine-tune it under this noise (keepcover.training.fit_under_noise) or "
-        "choose less noise: keepcover.check compares them"
-    )
+    before = "put a denoiser before it (keepcover.denoised), "
+    remedy = "fine-tune it under this noise (keepcover.training.fit_under_noise) or choose less noise: keepcover.check compares them"
     assumptions = added_noise("sigma / 1024", "Gaussian")
 
     def __post_init__(self) -> None:

@@ -109,9 +109,9 @@ def calibrate(
     assert seen is not None
     if seen.shape is None and added.needs_shape(added.check_norm(norm)):
         raise InputError(f"with {added} the promise depends on the shape of an input, and several came; calibrate each")
-    made = conclude(question, collected, added, seen.shape)
+    made = conclude(question, collected, added, seen.shape, smoother)
     identity = Identity.of(smoother, probes(first, seen.low, seen.high, seen.tokens), fingerprint)
-    return replace(made, smoother=smoother, identity=identity, numerics=smoother.numerics, among=among)
+    return replace(made, identity=identity, numerics=smoother.numerics, among=among)
 
 
 def calibrate_outputs(

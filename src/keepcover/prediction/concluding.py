@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, warn
 from keepcover.methods import Holdout, Rule
 from keepcover.noise import Noise
@@ -20,7 +21,9 @@ from keepcover.prediction.question import Level, Question, Shape
 from keepcover.scores import Draws, Items, Tally
 
 
-def conclude(question: Question, collected: Collected, noise: Noise, shape: Shape) -> Predictor:
+def conclude(
+    question: Question, collected: Collected, noise: Noise, shape: Shape, smoother: Smoother | None = None
+) -> Predictor:
     """Fit every level's rule on the holdout, then look at the calibration points once."""
     if collected.items is None:
         raise InputError("no calibration points are left after the holdout; give more data")
@@ -37,6 +40,7 @@ def conclude(question: Question, collected: Collected, noise: Noise, shape: Shap
         levels,
         items.unordered(),
         noise,
+        smoother,
         reference=holdout.reference.sort().values.cpu() if holdout and question.method.transform else None,
         holdout_size=0 if holdout is None else len(holdout),
         inputs=collected.inputs,

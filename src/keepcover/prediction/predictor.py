@@ -176,7 +176,8 @@ class Predictor:
         if self.accuracy is None or not self.noise.certifies:
             return None
         sizes = [one.size for one in self.levels.values() if one.size is not None and not one.full]
-        return warning(self.noise, self.accuracy, max(sizes, default=None), self.task.candidates or 2)
+        denoised = self.smoother is not None and hasattr(self.smoother.model, "under_noise")
+        return warning(self.noise, self.accuracy, max(sizes, default=None), self.task.candidates or 2, denoised)
 
     @property
     def draws(self) -> int:

@@ -55,7 +55,10 @@ class Segmentation(Candidates):
     single = False
 
     def __post_init__(self) -> None:
-        of = (self.of,) if isinstance(self.of, str | int) else tuple(self.of)
+        of = (self.of,) if isinstance(self.of, str | int) else self.of
+        if not isinstance(of, tuple | list | range) or not all(isinstance(one, str | int) for one in of):
+            raise InputError(f"expected of= as names or numbers of classes, got {self.of!r:.60}")
+        of = tuple(of)
         object.__setattr__(self, "of", of)
         super().__post_init__()
         strange = [one for one in of if isinstance(one, str) and one not in (self.class_names or ())]
