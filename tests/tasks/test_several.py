@@ -477,3 +477,9 @@ def test_get_method_knows_one_draw() -> None:
 def test_masks_are_of_classes(strange: Any) -> None:
     with pytest.raises(InputError, match="expected of= as names or numbers of classes"):
         Segmentation(of=strange)
+
+
+def test_no_points_are_one_row() -> None:
+    nothing = Items(Draws(torch.zeros(0, 2)), 0, torch.zeros(0), torch.zeros(0, dtype=torch.int64)).total()
+    assert nothing.points == 0
+    assert nothing.above.shape == (1, len(GRID), 2)

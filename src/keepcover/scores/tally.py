@@ -166,7 +166,10 @@ class Items:
     def total(self, group: Tensor | None = None) -> Tally:
         """What rules ask of all these points together, in one row, or of those of every group that occurs."""
         (weight, owner), ascending, draws = self.weights, self.draws.ascending, self.draws.count
-        names, row = (torch.zeros(self.points) if group is None else group).unique(return_inverse=True)
+        # Without groups one row, however few the points.
+        names, row = torch.zeros(1), torch.zeros(self.points, dtype=torch.int64)
+        if group is not None:
+            names, row = group.unique(return_inverse=True)
         rows, row = len(names), row.to(ascending.device)
         above = torch.zeros(rows * draws, len(GRID), dtype=torch.float64, device=ascending.device)
         position = torch.arange(draws, device=ascending.device).flip(0)  # ascending[:, N - j] is the j-th largest
