@@ -479,6 +479,13 @@ def test_masks_are_of_classes(strange: Any) -> None:
         Segmentation(of=strange)
 
 
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("of", [np.array([1, 0]), torch.tensor([1, 0]), (np.int64(1), np.int64(0)), [1, 0]])
+def test_masks_are_of_classes_numbered_by_any_library(of: Any) -> None:
+    assert Segmentation(of=of).config() == Segmentation(of=(1, 0)).config()
+    assert all(type(one) is int for one in Segmentation(of=of).of)
+
+
 def test_no_points_are_one_row() -> None:
     nothing = Items(Draws(torch.zeros(0, 2)), 0, torch.zeros(0), torch.zeros(0, dtype=torch.int64)).total()
     assert nothing.points == 0

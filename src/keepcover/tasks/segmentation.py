@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,10 +57,11 @@ class Segmentation(Candidates):
     single = False
 
     def __post_init__(self) -> None:
-        of = (self.of,) if isinstance(self.of, str | int) else self.of
-        if not isinstance(of, tuple | list | range) or not all(isinstance(one, str | int) for one in of):
+        of = self.of.tolist() if isinstance(self.of, np.ndarray | Tensor) else self.of
+        of = (of,) if isinstance(of, str | Integral) else of
+        if not isinstance(of, tuple | list | range) or not all(isinstance(one, str | Integral) for one in of):
             raise InputError(f"expected of= as names or numbers of classes, got {self.of!r:.60}")
-        of = tuple(of)
+        of = tuple(one if isinstance(one, str) else int(one) for one in of)
         object.__setattr__(self, "of", of)
         super().__post_init__()
         strange = [one for one in of if isinstance(one, str) and one not in (self.class_names or ())]
