@@ -589,6 +589,16 @@ def test_pages_of_other_sites_are_not_answered(client: TestClient) -> None:
     assert client.get("/api/subject", headers={"sec-fetch-site": "same-origin"}).status_code == 200
 
 
+def test_no_answer_is_kept_and_files_are_asked_for_again(client: TestClient) -> None:
+    """Answers hold the pictures of who asked: neither a browser nor a proxy may write them down."""
+    attack = {**LEVELS, "image": "g0"}
+    answers = [client.get("/api/subject"), client.get("/api/progress"), client.get("/api/nothing")]
+    answers += [client.post("/api/attack", json=attack), send(client, image_file())]
+    assert [answer.headers["cache-control"] for answer in answers] == ["no-store"] * 5
+    for path in ("/", "/static/main.js"):
+        assert client.get(path).headers["cache-control"] == "no-cache"
+
+
 def test_no_address_starts_or_stops_a_computation(client: TestClient, explorer: Explorer) -> None:
     """A picture on another site's page is a GET without an origin."""
     before = explorer.curves._job
