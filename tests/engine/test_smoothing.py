@@ -226,6 +226,14 @@ def test_train_mode_that_changes_nothing_is_not_warned_about() -> None:
         pass
 
 
+def test_images_without_an_id_are_no_fewer_results() -> None:
+    """Nine ids for ten images are an error, whatever the size of a pass, not nine results."""
+    for batch_size in (None, 2, 6):
+        smoother = Smoother(network(), 0.3, batch_size=batch_size)
+        with pytest.raises((RuntimeError, TypeError)):  # torch's, or that of the tests' own checks of shapes
+            smoother._chunk(toy(10)[0], torch.arange(9), range(2), Stream(0, "test"))
+
+
 @pytest.mark.parametrize("outer", [False, True], ids=["the same model", "a model around it"])
 def test_the_last_to_leave_puts_the_modes_back(outer: bool) -> None:
     """Two calls that overlap, whichever ends first; train() between them is heard by neither of those that follow."""

@@ -35,7 +35,7 @@ from keepcover.errors import InputError
 from keepcover.explore.answers import Explorer
 from keepcover.explore.app import LIMITS, STATIC, create_app, run
 from keepcover.explore.attacking import Job, attack_one
-from keepcover.explore.images import amplified, read_upload
+from keepcover.explore.images import Images, Shown, amplified, read_upload
 from keepcover.explore.lineup import Lineup, bars, nested, own_sets, radii
 from keepcover.explore.subject import Subject, own_subject, saved_subject
 from keepcover.methods import get_method
@@ -587,6 +587,35 @@ def test_pages_of_other_sites_are_not_answered(client: TestClient) -> None:
         refused(client.get("/api/images/g0.png", headers={"sec-fetch-site": site}), 400, "other sites")
         assert client.get("/", headers={"sec-fetch-site": site}).status_code == 200  # a link to the page
     assert client.get("/api/subject", headers={"sec-fetch-site": "same-origin"}).status_code == 200
+
+
+def test_an_upload_that_is_sent_again_is_always_there() -> None:
+    """Two pages with one image: while it is put in its new place, the other page may ask for it."""
+    images, pixels, found = Images(toy_data()), torch.rand(1, 1, 4, 4), list[Shown]()
+    name = images.add(pixels)
+    reader = threading.Thread(target=lambda: found.append(images.get(name)))
+
+    class Asked(dict[str, Shown]):
+        def pop(self, *given: Any) -> Any:
+            taken = super().pop(*given)
+            reader.start()
+            reader.join(0.3)
+            return taken
+
+    images._uploads = Asked(images._uploads)
+    assert images.add(pixels) == name
+    reader.join()
+    assert [shown.label for shown in found] == [None]
+
+
+def test_no_answer_is_kept_and_files_are_asked_for_again(client: TestClient) -> None:
+    """Answers hold the pictures of who asked: neither a browser nor a proxy may write them down."""
+    attack = {**LEVELS, "image": "g0"}
+    answers = [client.get("/api/subject"), client.get("/api/progress"), client.get("/api/nothing")]
+    answers += [client.post("/api/attack", json=attack), send(client, image_file())]
+    assert [answer.headers["cache-control"] for answer in answers] == ["no-store"] * 5
+    for path in ("/", "/static/main.js"):
+        assert client.get(path).headers["cache-control"] == "no-cache"
 
 
 def test_no_address_starts_or_stops_a_computation(client: TestClient, explorer: Explorer) -> None:

@@ -323,7 +323,8 @@ class Smoother:
         self, images: Tensor, ids: Tensor, span: range, stream: Stream, per_step: int, draws_per_step: int
     ) -> Tensor:
         steps = []
-        for some, their in zip(images.split(per_step), ids.split(per_step)):
+        for at in range(0, len(images), per_step):  # a step without its ids fails; pairs of parts would end without it
+            some, their = images[at : at + per_step], ids[at : at + per_step]
             parts = []
             for begin in range(0, len(span), draws_per_step):
                 draws = span[begin : begin + draws_per_step]

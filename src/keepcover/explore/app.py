@@ -33,6 +33,7 @@ STATIC = Path(__file__).parent / "static"
 LIMITS = Settings(max_body=2**23, max_bodies=2**26, body_timeout=30.0)
 MAX_QUESTION = 2**12
 TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+AGAIN = {"cache-control": "no-cache"}  # kept, and asked for again: another version may have come
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     # Nothing from elsewhere, and no page elsewhere around it.
@@ -69,7 +70,7 @@ class Guard:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(HEADERS)
-                headers.setdefault("cache-control", "no-cache")
+                headers.setdefault("cache-control", "no-store")  # answers hold the pictures of who asked
             await send(message)
 
         try:
@@ -129,13 +130,13 @@ def _routes(app: FastAPI, explorer: Explorer) -> None:
 
     @app.get("/")
     async def page() -> Response:
-        return FileResponse(STATIC / "index.html")
+        return FileResponse(STATIC / "index.html", headers=AGAIN)
 
     @app.get("/static/{name}")
     async def file(name: str) -> Response:
         if name not in files:
             raise Problem("not_found", "no such file")
-        return FileResponse(files[name], media_type=TYPES[files[name].suffix])
+        return FileResponse(files[name], media_type=TYPES[files[name].suffix], headers=AGAIN)
 
     @app.get("/api/subject")
     async def subject() -> Response:

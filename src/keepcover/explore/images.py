@@ -109,7 +109,8 @@ class Images:
         return f"u{digest}"
 
     def get(self, name: str) -> Shown:
-        shown = self._gallery.get(name) or self._uploads.get(name)
+        with self._lock:  # an upload that is sent again is away for a moment
+            shown = self._gallery.get(name) or self._uploads.get(name)
         if shown is None and re.fullmatch("u[0-9a-f]{12}", name):
             raise Problem("not_found", "this upload is no longer kept; upload the image again")
         if shown is None:
