@@ -34,10 +34,11 @@ def reason(error: BaseException) -> str:
     """The first line of what an exception says, its type where it says nothing: for messages of one line.
 
     Example:
-        >>> reason(ValueError("no such layer\\n  at line 3")), reason(KeyError())
-        ('no such layer', 'KeyError')
+        >>> reason(ValueError("no such layer\\n  at line 3")), reason(KeyError()), reason(KeyError("promise"))
+        ('no such layer', 'KeyError', "no 'promise'")
     """
     said = str(getattr(error, "strerror", None) or error)  # of the operating system: without number and path
+    said = f"no {said}" if isinstance(error, KeyError) and said else said  # which says the key alone
     return (said.strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -16,6 +16,7 @@ from keepcover.engine.fingerprint import CLASS, Identity, fingerprint, probe_log
 from keepcover.engine.inputs import InputRange
 from keepcover.engine.smoother import Smoother
 from keepcover.errors import InputError, KeepcoverWarning
+from keepcover.models import SmallCNN
 from keepcover.prediction.artifact import load, read
 from keepcover.prediction.calibration import calibrate
 from tests.toys import toy
@@ -219,6 +220,17 @@ def test_a_script_and_its_import_are_one(monkeypatch: pytest.MonkeyPatch, saved:
     monkeypatch.setattr(Net, "__module__", "other.test_fingerprint")
     with pytest.raises(InputError, match=r"the model is a other\.test_fingerprint\.Net, expected tests"):
         load(saved, Net())
+
+
+def test_a_network_of_ours_is_known_wherever_its_class_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, path = SmallCNN(1, 4).eval(), tmp_path / "predictor.safetensors"
+    with monkeypatch.context() as before:
+        before.setattr(SmallCNN, "__module__", "keepcover.models.small_cnn")
+        calibrate(model, (torch.rand(120, 1, 8, 8), CAL[1]), **ASK).save(path)
+    load(path, model)
+    monkeypatch.setattr(SmallCNN, "__module__", "elsewhere.small_cnn")
+    with pytest.raises(InputError, match=r"the model is a elsewhere\.small_cnn\.SmallCNN, expected keepcover"):
+        load(path, model)
 
 
 def test_rounding_of_another_machine_is_tolerated(saved: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import zipfile
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from keepcover.errors import InputError
-from keepcover.models import CifarResNet, Normalize, ResNet50, SmallCNN, is_named, load_weights, network
+from keepcover.models import CifarResNet, Denoiser, Normalize, ResNet50, SmallCNN, is_named, load_weights, network
 from keepcover.models.checkpoints import weights_bytes
 from keepcover.models.networks import CIFAR
 
@@ -290,3 +291,22 @@ def test_a_body_starts_another_task(tmp_path: Path) -> None:
     assert torch.equal(target.get_parameter("conv1.weight"), source.get_parameter("conv1.weight").half().float())
     same = load_weights(network("wrn-10-1", 10), path, new_head=True)
     assert torch.equal(same.get_parameter("fc.weight"), source.get_parameter("fc.weight").half().float())
+
+
+@pytest.mark.parametrize(
+    ("make", "digest"),
+    [
+        (lambda: network("small-cnn"), "8b713cf114aeea8c"),
+        (lambda: network("cifar-resnet8"), "1e8ee88898ec2cc0"),
+        (lambda: network("wrn-10-1"), "1bdc965f6ba2deae"),
+        (lambda: network("resnet50"), "b2b2694836a8d05d"),
+        (lambda: network("efficientnet-lite0"), "6c7394ff5f610c26"),
+        (lambda: network("unet-8"), "c11d55c785bfa3ed"),
+        (Denoiser, "4580b52914596e20"),
+    ],
+)
+def test_networks_keep_their_modules(make: Any, digest: str) -> None:
+    """Predictors and stores know a network by them: one more that does nothing, and all that was saved is refused."""
+    with torch.device("meta"):
+        parts = [f"{path} {type(part).__name__}" for path, part in make().named_modules()]
+    assert hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16] == digest

@@ -52,10 +52,10 @@ def _conv(inputs: int, outputs: int, side: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, side, stride, padding=side // 2, bias=False)
 
 
-def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential:
-    """A 1x1 convolution where the shape changes; nothing elsewhere."""
+def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
+    """A 1x1 convolution where the shape changes. No module elsewhere: stores and predictors know a network by its modules."""
     changes = stride != 1 or inputs != outputs
-    return nn.Sequential(*([_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs)] if changes else []))
+    return nn.Sequential(_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs)) if changes else None
 
 
 def _stage(block: type[nn.Module], inputs: int, width: int, blocks: int, stride: int, grows: int = 1) -> nn.Sequential:
@@ -81,8 +81,9 @@ class BasicBlock(nn.Module):
         self.downsample = _shortcut(inputs, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
         inner = torch.relu(self.bn1(self.conv1(x)))
-        return torch.relu(self.bn2(self.conv2(inner)) + self.downsample(x))
+        return torch.relu(self.bn2(self.conv2(inner)) + shortcut)
 
 
 class CifarResNet(nn.Module):
@@ -121,9 +122,10 @@ class Bottleneck(nn.Module):
         self.downsample = _shortcut(inputs, 4 * width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
         inner = torch.relu(self.bn1(self.conv1(x)))
         inner = torch.relu(self.bn2(self.conv2(inner)))
-        return torch.relu(self.bn3(self.conv3(inner)) + self.downsample(x))
+        return torch.relu(self.bn3(self.conv3(inner)) + shortcut)
 
 
 class ResNet50(nn.Module):

@@ -23,12 +23,14 @@ class Block(nn.Module):
         self.first, self.second = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
         nn.init.zeros_(self.second.weight)
         self.hint = nn.Linear(hints, 2 * width) if hints else None
-        self.norm = nn.Identity() if hints else nn.BatchNorm2d(width)
+        self.norm = None if hints else nn.BatchNorm2d(width)
         for parameter in self.hint.parameters() if self.hint else ():
             nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, hint: Tensor | None) -> Tensor:
-        inner = self.norm(self.first(x))
+        inner = self.first(x)
+        if self.norm is not None:
+            inner = self.norm(inner)
         if self.hint is not None:
             scale, shift = self.hint(hint)[..., None, None].chunk(2, dim=1)
             inner = inner * (1 + scale) + shift
