@@ -1,6 +1,6 @@
-r"""BinCP (Zargarbashi & Bojchevski, ICLR 2025) and CAS (Zargarbashi, Akhondzadeh & Bojchevski, ICML 2024), for comparison.
+r"""BinCP (Zargarbashi & Bojchevski, ICLR 2025), for comparison.
 
-Both forms of BinCP keep a label iff enough of its noisy scores are at most a threshold t. A clean point has a share F(t) of its scores
+Both forms keep a label iff enough of its noisy scores are at most a threshold t. A clean point has a share F(t) of its scores
 at or below t, an attacked one at least :math:`down(F(t))`, and Clopper-Pearson bounds stand between shares of draws and
 probabilities. The forms differ in what is fixed and what is calibrated: the share (:class:`BinCP`, which the authors run)
 or t (:class:`BinCPThreshold`).

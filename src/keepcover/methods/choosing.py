@@ -8,7 +8,6 @@ from numpy import ndarray
 from keepcover.bounds import hull_levels, majorant, majorant_cost
 from keepcover.methods.base import Asked
 from keepcover.methods.holdout import Holdout
-from keepcover.promises.base import smallest
 
 
 def candidates(asked: Asked) -> tuple[ndarray, ndarray]:
@@ -75,7 +74,10 @@ def best_majorant_rule(
 
 
 def _smallest_threshold(asked: Asked, law: ndarray, kappa: int, gamma: float, start: int) -> int:
-    """The smallest threshold whose majorant fits into alpha on the holdout, from ``start`` up or down."""
+    """The smallest threshold whose majorant fits into alpha on the holdout: gallop from ``start``, then bisect.
+
+    Whether one fits is not monotone where the budget depends on the top of g, so the path is part of the choice.
+    """
     level, n, price = asked.level, asked.cell_points, _price(asked)
 
     def fits(at: int) -> bool:
@@ -84,9 +86,17 @@ def _smallest_threshold(asked: Asked, law: ndarray, kappa: int, gamma: float, st
         mean, top = majorant_cost(law[at], asked.counts, kappa, gamma, price)
         return n * mean <= asked.promise.budget(n, level, top)
 
-    if not fits(start):
-        return smallest(fits, start + 1, len(law) - 1)
-    return start + 1 - smallest(lambda down: not fits(start - down), 1, start + 1)
+    low, high, step = 0, start, 4
+    while not fits(high):
+        low, high, step = high + 1, min(high + step, len(law) - 1), 2 * step
+    step = 4
+    while low < high:
+        middle = max(low, high - step) if step else (low + high) // 2
+        if fits(middle):
+            high, step = middle, 2 * step
+        else:
+            low, step = middle + 1, 0
+    return high
 
 
 def _price(asked: Asked) -> float:

@@ -1,6 +1,4 @@
-"""Conformal prediction on clean data, RSCP (Gendler et al. 2022) and RSCP+ (the paper, Section 3): quantiles of scores or of
-smoothed scores, inflated where an attack is allowed for.
-"""
+"""Conformal prediction on clean data: quantiles of scores, or of smoothed scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clauses on classes and groups: for every one of them, or for other shares of them than at calibration."""
+"""For every class, or for every group that is known beside the input, instead of on average over them."""
 
 from __future__ import annotations
 

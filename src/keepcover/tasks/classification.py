@@ -1,4 +1,4 @@
-"""Labels: outputs are logits, one label per point is true, or any number of them, and a set holds labels."""
+"""Classification: outputs are logits, one label per point is true, and a set holds labels."""
 
 from __future__ import annotations
 

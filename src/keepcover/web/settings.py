@@ -83,7 +83,9 @@ class Settings:
             if "int" in str(one.type):
                 _check(value is None or 1 <= value < math.inf, f"expected {one.name} of at least 1, got {value}")
             elif one.type == "float" and one.name not in ("batch_wait", "false_alarm"):
-                _check(0 < value < math.inf, f"expected {one.name} in seconds, above 0, got {value}")
+                _check(
+                    value is not None and 0 < value < math.inf, f"expected {one.name} in seconds, above 0, got {value}"
+                )
         rate, pause = self.false_alarm, self.batch_wait
         _check(0 < rate < 1, f"expected false_alarm strictly between 0 and 1, got {rate}")
         _check(0 <= pause <= 1, f"expected batch_wait between 0 and 1 second, got {pause}")
