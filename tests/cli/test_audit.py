@@ -74,9 +74,8 @@ def test_audit_attacks_side_by_side(toy_file: Path, tmp_path: Path, capsys: pyte
 def test_audit_of_a_saved_predictor(toy_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = tmp_path / "mine.safetensors"
     calibrate(nearest(), toy(200, seed=7), method="rcp1", epsilon=0.15, sigma=0.15, seed=1).save(saved)
-    found = as_json(
-        capsys, "audit", "--data", toy_file, *TINY, "--predictor", saved, "--radius", "0.05", "--radius", "0.15"
-    )
+    mine = [*TINY[:2], *TINY[4:], "--predictor", saved]  # its noise is its own
+    found = as_json(capsys, "audit", "--data", toy_file, *mine, "--radius", "0.05", "--radius", "0.15")
     assert [(row["name"], row["radius"]) for row in found["rows"]] == [("mine", r) for r in (0, 0.05, 0.05, 0.15, 0.15)]
     assert found["report"] is None
 
@@ -89,7 +88,6 @@ def test_audit_of_a_saved_predictor(toy_file: Path, tmp_path: Path, capsys: pyte
         (["--data", "svhn"], "digits, cifar10, cifar100, mnist, fashion-mnist, a folder"),
         (["--data", "cifar10"], "--data-dir DIR"),
         (["--method", "magic"], "method among auto, cp"),
-        (["--predictor", "nothing.safetensors"], "no predictor at"),
         (["--method", "exact", "--sigma", "0"], "there is none; give sigma > 0"),
         (["--method", "exact", "--draws", "0"], "at least 1 draw"),
         (["--method", "rcp1", "--steps", "0"], "steps >= 1"),
@@ -105,6 +103,24 @@ def test_bad_audits_are_refused(
     changes: list[str], match: str, toy_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert match in refused(capsys, "audit", "--data", toy_file, *TINY, *changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ([], "no predictor at"),
+        (
+            ["--sigma", "0.5", "--delta", "0.1"],
+            "has its own noise, method and promise; leave out --sigma 0.5 --delta 0.1",
+        ),
+        (["--method", "exact"], "leave out --method"),
+    ],
+)
+def test_what_a_saved_predictor_brings_is_not_asked_again(
+    changes: list[str], match: str, toy_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = ["--model", "own_models:make_nearest", "--predictor", "nothing.safetensors"]
+    assert match in refused(capsys, "audit", "--data", toy_file, *mine, *changes)
 
 
 def test_small_cnn_is_trained_on_one_channel_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,6 +77,9 @@ def audit(
     config, start = opt.config(locals()), time.monotonic()
     if figures is not None and folder is None:
         raise InputError("--figures are those of the page: say where it goes with --out FOLDER")
+    said = f"{opt.typed(asked)}{' --method' if method else ''}"
+    if predictor is not None and said:
+        raise InputError(f"a saved predictor has its own noise, method and promise; leave out {said.strip()}")
     loaded = None if predictor is None else using.predictor(predictor)
     promise = asked.promise() if loaded is None else loaded.rule.asked.promise
     if promise.groups is not None:
