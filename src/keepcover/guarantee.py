@@ -11,7 +11,7 @@ from keepcover.bounds import exact_level
 from keepcover.errors import InputError, warn
 from keepcover.noise import Threat
 from keepcover.promises import Promise
-from keepcover.promises.base import NEVER
+from keepcover.promises.clause import NEVER
 
 GENERAL = (
     Assumption(

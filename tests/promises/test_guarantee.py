@@ -16,7 +16,8 @@ from keepcover.guarantee import GENERAL, Guarantee, warn_of_coverage
 from keepcover.noise import Gaussian, Threat
 from keepcover.noise.base import FRESH
 from keepcover.promises import Promise
-from keepcover.promises.base import MARGINAL, NEVER
+from keepcover.promises.base import MARGINAL
+from keepcover.promises.clause import NEVER
 
 patient = settings(deadline=None, derandomize=True)
 levels = st.integers(1, 999).map(lambda thousandths: Fraction(thousandths, 1000))

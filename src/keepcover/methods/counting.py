@@ -18,7 +18,7 @@ from keepcover.errors import InputError
 from keepcover.methods.base import Explanation, Fit, Method, Rule, around
 from keepcover.methods.holdout import Holdout
 from keepcover.promises import Sample
-from keepcover.promises.base import smallest
+from keepcover.promises.clause import smallest
 from keepcover.scores import Draws, Items, Tally
 
 

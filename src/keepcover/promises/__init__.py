@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from keepcover.promises.base import CLAUSES, Clause, Promise, Sample, for_queries, of_truth
+from keepcover.promises.base import Promise, for_queries, of_truth
 from keepcover.promises.calibration_epsilon import Moved
+from keepcover.promises.clause import CLAUSES, Clause, Sample
 from keepcover.promises.clusters import Clusters
 from keepcover.promises.delta import Confidence
 from keepcover.promises.drift import Drift

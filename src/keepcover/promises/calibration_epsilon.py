@@ -9,7 +9,7 @@ from typing import Any
 from keepcover.assumption import Assumption
 from keepcover.errors import InputError
 from keepcover.noise import Threat
-from keepcover.promises.amounts import Amount
+from keepcover.promises.clause import Amount
 
 
 @dataclass(frozen=True)

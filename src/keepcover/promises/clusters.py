@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keepcover.assumption import Assumption
 from keepcover.errors import InputError
-from keepcover.promises.base import Clause, Sample
+from keepcover.promises.clause import Clause, Sample
 
 POINTS = 200  # per cluster, where there are so many: fewer make the level of a quantile coarse
 

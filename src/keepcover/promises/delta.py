@@ -10,8 +10,7 @@ from scipy.special import betainc
 from keepcover.assumption import Assumption
 from keepcover.bounds import hoeffding_bentkus
 from keepcover.bounds.concentration import bisect
-from keepcover.promises.amounts import Amount
-from keepcover.promises.base import smallest
+from keepcover.promises.clause import Amount, smallest
 
 
 @dataclass(frozen=True)

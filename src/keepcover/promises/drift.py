@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from keepcover.assumption import Assumption
 from keepcover.bounds import exact_level
-from keepcover.promises.amounts import Amount
+from keepcover.promises.clause import Amount
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from keepcover.assumption import Assumption
 from keepcover.errors import InputError
-from keepcover.promises.base import Clause, number
+from keepcover.promises.clause import Clause, number
 
 
 @dataclass(frozen=True)

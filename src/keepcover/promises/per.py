@@ -12,7 +12,7 @@ from torch import Tensor
 
 from keepcover.assumption import Assumption
 from keepcover.errors import InputError
-from keepcover.promises.base import Clause, Sample
+from keepcover.promises.clause import Clause, Sample
 
 
 @dataclass(frozen=True)

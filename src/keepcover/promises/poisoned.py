@@ -8,8 +8,7 @@ from typing import Any
 
 from keepcover.assumption import Assumption
 from keepcover.errors import InputError
-from keepcover.promises.amounts import Amount
-from keepcover.promises.base import Clause, number
+from keepcover.promises.clause import Amount, Clause, number
 
 
 @dataclass(frozen=True)
