@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from benchmarks.material import HOLDOUT, FourScores, cifar10, logits_like_a_network, network, numerics, smoother
 from benchmarks.timing import Options, Row, Work, beside, goal, in_turn
 from keepcover.engine.smoother import timed_algorithms
-from keepcover.models import ResNet50
 from keepcover.noise import Stream
 
 
@@ -34,9 +33,10 @@ def bare_forward(
     return work
 
 
-def _rows(
+def beside_bare(
     model: nn.Module, name: str, data: Tensor, classes: int, draws: int, batch: int, options: Options
 ) -> list[Row]:
+    """What the engine, its noise and its statistics take beside the bare network."""
     stream, images, shape = Stream(0, "test"), len(data), tuple(data.shape[1:])
     engine = smoother(model, options, batch)
     holdout, labels = logits_like_a_network(HOLDOUT, 1, classes)
@@ -81,10 +81,5 @@ def measure(options: Options) -> dict[str, Any]:
     depth, rows = options.pick(8, 20, 110), []
     for classes, images in ((10, options.pick(8, 64, 2048)), (1000, options.pick(8, 32, 2048))):
         data = cifar10(options, images)[0]
-        rows += _rows(network(options, classes), f"ResNet-{depth}", data, classes, draws, batch, options)
-    if options.gpu and not options.quick:
-        torch.manual_seed(0)
-        model = ResNet50().eval().to(options.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        images = torch.rand(1024, 3, 224, 224)  # 16 batches: what the first of them waits for does not count
-        rows += _rows(model, "ResNet-50, 224 x 224", images, 1000, 32, 2048, options)
+        rows += beside_bare(network(options, classes), f"ResNet-{depth}", data, classes, draws, batch, options)
     return {"rows": rows}

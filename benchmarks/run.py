@@ -33,6 +33,7 @@ from keepcover.evaluation.manifest import manifest, write_results  # noqa: E402
 
 MEASUREMENTS = {
     "engine": "benchmarks.engine",
+    "engine_224": "benchmarks.engine_224",
     "published": "benchmarks.published",
     "ptt": "benchmarks.ptt",
     "statistics": "benchmarks.score_statistics",
@@ -46,7 +47,8 @@ MEASUREMENTS = {
     "denoiser": "benchmarks.denoiser",
     "importing": "benchmarks.importing",
 }
-ON_A_GPU = ("engine", "published", "ptt", "early_exit", "attack", "denoiser")  # the others do not run a network on it
+# The others do not run a network on it.
+ON_A_GPU = ("engine", "engine_224", "published", "ptt", "early_exit", "attack", "denoiser")
 
 
 def measure(name: str, options: Options) -> list[Row]:

@@ -60,7 +60,7 @@ CASES = {
     "ablation": Case(Ablation(75), "l0", (1.0, 3.0, 5.0), "masked:"),
     "bands": Case(Bands(4), "patch", (2.0, 5.0), "band4:"),
     "random_bands": Case(RandomBands(4), "patch", (2.0, 5.0), weights="bands"),
-    "linf": Case(Gaussian(0.25), "linf", (1 / 255,), weights="wrn-28-4=cifar10-wrn-28-4-sigma0.25"),
+    "linf": Case(Gaussian(0.25), "linf", (1 / 255,), weights="wrn-28-6=cifar10-wrn-28-6-sigma0.25"),
 }
 
 
@@ -94,8 +94,9 @@ def bfloat16(options: argparse.Namespace) -> AbstractContextManager[Any]:
 
 def recipe_for(noise: Noise, options: argparse.Namespace) -> dict[str, Any]:
     """As for wide networks; noise that hides most of an image needs no squares on top."""
-    asked = {"batch_size": options.batch_size, "lr": 0.2 * options.batch_size / 512} if options.batch_size else {}
-    return {**recommended(options.model), **asked, **({"cutout": 0} if noise.hides else {})}
+    usual, size = recommended(options.model), options.batch_size
+    asked = {"batch_size": size, "lr": usual["lr"] * size / usual["batch_size"]} if size else {}
+    return {**usual, **asked, **({"cutout": 0} if noise.hides else {})}
 
 
 def card_of(name: str, options: argparse.Namespace, smoother: Smoother, data: Labelled) -> dict[str, Any]:
