@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from keepcover.adapters import ExportedClassifier, OnnxClassifier, from_hugging_face, from_predict_proba
-from keepcover.data import Labelled, cifar, digits, idx
+from keepcover.data import Labelled, cifar, digits, idx, joined
 from keepcover.data.image_folder import usual_folder
 from keepcover.data.table import read_csv
 from keepcover.engine.inputs import check_images
@@ -134,13 +135,18 @@ def load_parts(
     """Training and test data: the official parts where there are such, four fifths and one fifth of ``part`` elsewhere.
 
     ``part`` is the first half by default, so that ``3/4`` and ``4/4`` remain for calibration and for judging: a point that
-    was trained on must not calibrate.
+    was trained on must not calibrate. ``A+B`` joins data of one shape, with the classes of A before those of B: a start for
+    networks of either.
 
     Example:
         >>> trained = set(part_rows(1797, "1/2").tolist())
         >>> trained.isdisjoint(part_rows(1797, "3/4").tolist() + part_rows(1797, "4/4").tolist())
         True
     """
+    if len(names := _listed(spec)) > 1:
+        several = [load_parts(one, folder, part, seed) for one in names]
+        train, test = (joined(each) for each in zip(*several, strict=True))
+        return train, test
     if spec in OFFICIAL:
         if part is not None:
             raise InputError(f"{spec} has an official training part; leave --part out")
@@ -150,6 +156,18 @@ def load_parts(
     if data.images.is_floating_point():  # training promises nothing: the network's own precision will do
         data = replace(data, images=data.images.float())
     return _four_to_one(data, seed)
+
+
+def _listed(spec: str) -> list[str]:
+    """The names in ``A+B``; a file or folder that is there is one name, whatever characters it has."""
+    names = spec.split("+")
+    # Not Path.exists, which raises where a name is too long for a file.
+    if len(names) < 2 or os.path.exists(spec):  # noqa: PTH110
+        return [spec]
+    if "" in names:
+        advice = "a path that has a + in it is taken alone, and there is none of this name"
+        raise InputError(f"expected names of data joined by +, for instance cifar10+cifar100, got {spec!r}; {advice}")
+    return names
 
 
 def _four_to_one(data: Labelled, seed: int) -> tuple[Labelled, Labelled]:
@@ -166,6 +184,8 @@ def has_labels(spec: str) -> bool:
         >>> has_labels("digits")
         True
     """
+    if len(names := _listed(spec)) > 1:
+        return all(map(has_labels, names))
     path = Path(spec)
     if path.is_dir():
         return any(entry.is_dir() and not entry.name.startswith(".") for entry in path.iterdir())

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from keepcover.engine.fingerprint import fingerprint
 from keepcover.errors import InputError
 from keepcover.models import CifarResNet, last_linear, load_head, load_weights, network
+from keepcover.models.checkpoints import SCALE
 from keepcover.training.heads import ConformalRequest, HeadRecipe
 from keepcover.training.recipe import Recipe
 from tests.conftest import ASSETS
@@ -46,11 +47,14 @@ def test_every_file_has_a_card_and_every_card_a_file() -> None:
 
 @pytest.mark.parametrize("name", CARDS)
 def test_a_file_matches_its_card(name: str) -> None:
-    """The bytes, float16, small enough for a repository; when and on what it was made."""
+    """The bytes, float16 beside kernels in 8 bits, small enough for a repository; when and on what it was made."""
     card, path = CARDS[name], FOLDER / f"{name}.safetensors"
     assert hashlib.sha256(path.read_bytes()).hexdigest() == card["sha256"]
     assert path.stat().st_size < (16_000_000 if name in BASES else 30_000)
-    assert all(value.dtype == torch.float16 for value in load_file(path).values() if value.is_floating_point())
+    kernels = torch.int8 if card.get("dtype") == "int8" else torch.float16
+    for part, value in load_file(path).items():
+        if not part.endswith(("num_batches_tracked", SCALE)):
+            assert value.dtype == (kernels if value.ndim > 1 else torch.float16), part
     assert card["seconds"] > card.get("bank_seconds", 0) >= 0
     assert card["hardware"] == "NVIDIA H200"
     assert card["torch"]

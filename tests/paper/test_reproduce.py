@@ -348,6 +348,10 @@ def test_imagenet_runs_on_any_folder_of_a_thousand_classes(tmp_path: Path) -> No
         False: InMemory(smoother.logits(data.images, 2, Stream(0, "test")), data.labels, Gaussian(0.5)),
         True: InMemory(smoother.logits(moved, 2, Stream(0, "test"), chosen), data.labels[chosen], Gaussian(0.5)),
     }
+    # Fewer draws are the first of those that were kept: the network does not run again.
+    (one,) = m.noisy(origin, 1).read(torch.tensor([3, 1]))
+    assert torch.equal(one.outputs, m._kept[origin].outputs[[3, 1], :1].float())
+    assert torch.allclose(one.outputs, sources[False].outputs[[3, 1], :1], atol=0.02)
     sizes: set[int] = set()
     for path in files:
         cells: list[Cell] = capped(tables()[path.stem].cells, 2)

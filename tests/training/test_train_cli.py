@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 from safetensors.torch import load_file
 
 from keepcover import cli
+from keepcover.data import joined as joined_data
+from keepcover.errors import InputError
 from keepcover.models import SmallCNN, load_head, load_weights
 from keepcover.specs import load_parts
 from keepcover.training.base import noisy_accuracy
@@ -113,6 +116,60 @@ def test_base_learns_and_says_so(base: Path, tmp_path: Path, capsys: pytest.Capt
     assert str(out) in text
     assert str(out.with_suffix(".json")) in text
     assert "epoch 1/1" in err
+
+
+def test_data_are_joined_for_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One network for the classes of both, and from it one of the first kind alone, in 8 bits, its last layer afresh."""
+    both, first = tmp_path / "both.safetensors", tmp_path / "first.safetensors"
+    labels = torch.arange(400) % 3
+    images = (labels.view(-1, 1, 1, 1) / 2).expand(-1, 1, 8, 8).contiguous()
+    np.savez(tmp_path / "grey.npz", images=images.numpy(), labels=labels.numpy())
+    how = ["--epochs", "3", "--batch-size", "64", "--lr", "0.05"]
+    joined = as_json(capsys, *BASE, *how, "--data", f"digits+{tmp_path}/grey.npz", "--out", both)
+    assert (joined["dataset"], joined["num_classes"]) == ("digits+grey", 13)
+    parts = [load_parts(name) for name in ("digits", f"{tmp_path}/grey.npz", f"digits+{tmp_path}/grey.npz")]
+    for one, other, all_of in zip(*parts, strict=True):
+        assert torch.equal(all_of.images, torch.cat([one.images, other.images]))
+        assert torch.equal(all_of.labels, torch.cat([one.labels, other.labels + 10]))
+    how += ["--weights", str(both), "--bits", "8", "--optimiser", "muon", "--lr", "0.02"]
+    card = as_json(capsys, *BASE, *how, "--out", first)
+    assert (card["start"], card["num_classes"], card["dtype"]) == ("both", 10, "int8")
+    assert card["top1_accuracy_one_noisy_draw_test"] > 0.3
+    assert card["recipe"]["optimiser"] == "muon"
+    for name in (f"digits+{tmp_path}/grey.npz", f"{tmp_path}/grey.npz+digits"):  # labels are there, and not looked at
+        alone = as_json(
+            capsys,
+            *BASE,
+            *how[:6],
+            "--data",
+            name,
+            "--no-labels",
+            "--weights",
+            both,
+            "--classes",
+            "13",
+            "--out",
+            tmp_path / "own.safetensors",
+            "--restart",
+        )
+        assert alone["teachers"] == ["itself, without noise"]
+    odd = tmp_path / "c++"
+    odd.mkdir()
+    (tmp_path / "grey.npz").rename(odd / "grey+.npz")
+    assert load_parts(str(odd / "grey+.npz"))[0].name == "grey+"
+    one = load_parts("digits")[0]
+    for wrong in (
+        replace(one, labels=one.labels - 1),
+        replace(one, labels=one.labels + 1),
+        replace(one, labels=one.labels.float()),
+        replace(one, images=one.images.double()),
+    ):
+        with pytest.raises(InputError, match="images of one shape, each with one label"):
+            joined_data([one, wrong])
+    small = replace(one, labels=one.labels.to(torch.uint8), class_names=tuple(map(str, range(200))))
+    assert int(joined_data([small, small]).labels.max()) == 209
+    with pytest.raises(InputError, match="got no classes"):
+        joined_data([])
 
 
 def test_the_seed_decides_the_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,6 +374,11 @@ def test_ones_own_function_loads_its_own_weights(
         (["--batch-size", "2000"], ["one batch of 2000", "got 719"]),
         (["--data", "nowhere"], ["digits", "nowhere"]),
         (["--data", "cifar10"], ["--data-dir"]),
+        (["--data", "digits+cifar10"], ["--data-dir"]),
+        (["--data", "digits+nowhere"], ["digits", "nowhere"]),
+        (["--data", "digits+"], ["joined by +", "'digits+'"]),
+        (["--bits", "4"], ["8 or 16 bits", "4"]),
+        (["--optimiser", "adam"], ["sgd, adamw, muon", "'adam'"]),
         (["--weights", "nowhere"], ["no weights at nowhere", "KEEPCOVER_WEIGHTS"]),
         (["--weights", "cifar10-resnet110-sigma0.25"], ["does not fit SmallCNN", "missing", "unknown"]),
         (["--device", "cuda:99"], ["cuda:99", "use cpu"]),

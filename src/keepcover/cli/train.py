@@ -103,6 +103,7 @@ class Schedule:
         epochs: Passes over the data; 80 by default.
         minutes: Time for the whole run, in place of epochs: their number is measured and recorded.
         batch_size: Images per step; by the model by default.
+        optimiser: `sgd`, `adamw` or `muon`, each with a rate of its own; by the model by default.
         lr: Highest learning rate: linear warm-up, then cosine.
         weight_decay: By the model by default.
         copies: Noises per image in a step.
@@ -114,6 +115,7 @@ class Schedule:
     epochs: int | None = None
     minutes: float | None = None
     batch_size: int | None = None
+    optimiser: str | None = None
     lr: float | None = None
     weight_decay: float | None = None
     copies: int | None = None
@@ -133,6 +135,7 @@ def base(
     labels: bool = True,
     classes: int | None = None,
     compile: bool | None = None,
+    bits: int = 16,
     checkpoint_seconds: float = 30.0,
 ) -> ui.Answer:
     """Train a classifier under noise, or fine-tune one from its own weights.
@@ -146,6 +149,7 @@ def base(
             labels: a folder of images, or a file of `images` alone.
         classes: Of a built-in network, where data have no labels.
         compile: Compile the network; by default for wide networks on a GPU.
+        bits: Of a stored weight: 16, or 8 for half the size.
         checkpoint_seconds: Renew the checkpoint at the end of an epoch that finds it this old.
     """
     law = noise.required()
@@ -163,7 +167,7 @@ def base(
         model, _, weights = text.partition("=")
         name = f"{model}={find_weights(weights).stem}" if weights else model
         teachers[name] = _module(model, weights or None, len(training.class_names))
-    how = {**recommended(run.model), **run.augmentation(training), **opt.given(vars(schedule))}
+    how = {**recommended(run.model, schedule.optimiser), **run.augmentation(training), **opt.given(vars(schedule))}
     card = train_base(
         network,
         training,
@@ -175,6 +179,7 @@ def base(
         teachers=teachers,
         labels=labels,
         compile=compile,
+        bits=bits,
         checkpoint_seconds=checkpoint_seconds,
         **run.where,
     )

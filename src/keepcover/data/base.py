@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from jaxtyping import Shaped
@@ -59,3 +61,32 @@ class Labelled:
             parts = ", ".join(map(str, sizes))
             raise InputError(f"cannot split {len(self)} examples of {self.name} into parts of {parts}")
         return tuple(self[part] for part in order[: sum(lengths)].split(lengths))
+
+
+def joined(several: Sequence[Labelled]) -> Labelled:
+    """One set of data from several of one shape, the classes of the first before those of the second.
+
+    Example:
+        >>> one = Labelled("one", torch.zeros(2, 1, 1, 1), torch.tensor([0, 1]), ("a", "b"))
+        >>> both = joined([one, one])
+        >>> both.name, both.labels.tolist(), both.class_names
+        ('one+one', [0, 1, 2, 3], ('a', 'b', 'a', 'b'))
+    """
+    kinds = {(data.images.dtype, data.images.shape[1:]) for data in several}
+    labelled = all(
+        data.labels.ndim == 1
+        and not data.labels.is_floating_point()
+        and len(data.labels)
+        and 0 <= int(data.labels.min()) <= int(data.labels.max()) < len(data.class_names)
+        for data in several
+    )
+    if len(kinds) != 1 or not labelled:
+        found = ", ".join(f"{data.name} {tuple(data.images.shape[1:])} of {len(data.class_names)}" for data in several)
+        raise InputError(f"expected images of one shape, each with one label, to join; got {found or 'no'} classes")
+    before = [0, *accumulate(len(data.class_names) for data in several)]
+    return Labelled(
+        "+".join(data.name for data in several),
+        torch.cat([data.images for data in several]),
+        torch.cat([data.labels.long() + first for data, first in zip(several, before, strict=False)]),
+        tuple(name for data in several for name in data.class_names),
+    )

@@ -53,9 +53,11 @@ def load_weights(model: nn.Module, path: str | Path, new_head: bool = False) -> 
         state: Any = unpack(path, sealed=False)[0] if path.suffix == ".safetensors" else _torch_file(path)
     if isinstance(state, dict) and "state_dict" in state:
         state = state["state_dict"]
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
+    ):
         raise InputError(f"{path} holds no state dict of tensors")
-    own = model.state_dict()
+    state, own = from_bytes(state), model.state_dict()
     # Prefixes are stripped only where that helps: a plain nn.Sequential has a layer called "1." of its own.
     plain = {re.sub(r"^((module|1)\.)+", "", name): value for name, value in state.items()}
     given = state if len(set(state) - set(own)) <= len(set(plain) - set(own)) else plain
@@ -72,14 +74,61 @@ def load_weights(model: nn.Module, path: str | Path, new_head: bool = False) -> 
         if own[name].shape != value.shape:
             shapes = f"{tuple(value.shape)}, {type(model).__name__} expects {tuple(own[name].shape)}"
             raise InputError(f"{path}: {name} has shape {shapes}; is the number of classes right?")
+        if value.dtype == torch.int8 and own[name].is_floating_point():
+            raise InputError(f"{path}: {name} is stored in 8 bits, and its scales are missing")
     model.load_state_dict({name: value.to(own[name].dtype) for name, value in given.items()}, strict=False)
     return model.eval()
 
 
-def weights_bytes(model: nn.Module, about: dict[str, Any]) -> bytes:
-    """The model's weights as a float16 safetensors file; normalisation constants belong to the architecture and stay out."""
+def weights_bytes(model: nn.Module, about: dict[str, Any], bits: int = 16) -> bytes:
+    """The model's weights as a safetensors file, in float16 or kernels in 8 bits; normalisation constants belong to the
+    architecture and stay out.
+    """
     stored = {name: value for name, value in model.state_dict().items() if not name.startswith("normalize.")}
-    return pack({name: value.half() if value.is_floating_point() else value for name, value in stored.items()}, about)
+    stored = {name: value.half() if value.is_floating_point() else value for name, value in stored.items()}
+    if bits not in BITS:
+        raise InputError(f"expected weights in 8 or 16 bits, got {bits}")
+    if bits == 8:
+        own = model.named_parameters(remove_duplicate=False)  # buffers may hold anything: masks of infinities, grids
+        stored |= as_bytes({name: value for name, value in own if name in stored})
+    return pack(stored, about)
+
+
+BITS, SCALE = (8, 16), ".scale_of_int8"
+
+
+def as_bytes(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    r"""Matrices and kernels of a state dict as int8, :math:`w \approx s_o\,b` with one scale :math:`s_o` per output.
+
+    Half the size of float16. Rounding changes a few answers, so the network to measure is the one that :func:`from_bytes` gives back.
+
+    Example:
+        >>> stored = as_bytes({"weight": torch.tensor([[1.0, -0.5], [0.0, 0.0]]), "bias": torch.ones(2)})
+        >>> {name: value.tolist() for name, value in from_bytes(stored).items()}
+        {'weight': [[1.0, -0.5039370059967041], [0.0, 0.0]]}
+    """
+    stored = {}
+    for name, value in state.items():
+        if value.is_floating_point() and value.ndim > 1 and value.numel():
+            rows = value.detach().float().flatten(1)
+            scale = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 127
+            stored |= {name: (rows / scale).round().to(torch.int8).view(value.shape), name + SCALE: scale.flatten()}
+    return stored
+
+
+def from_bytes(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict with every tensor that :func:`as_bytes` stored as it was, up to rounding; others are left alone."""
+    found = {name: value for name, value in state.items() if not name.endswith(SCALE)}
+    for name in sorted(name.removesuffix(SCALE) for name in set(state) - set(found)):
+        scale, value = state[name + SCALE], found.get(name)
+        if value is None or value.dtype != torch.int8:
+            raise InputError(f"expected scales of tensors of int8 alone, got one for {name!r}")
+        if scale.ndim != 1 or scale.shape != value.shape[:1]:
+            raise InputError(f"expected one scale per output of {name} {tuple(value.shape)}, got {tuple(scale.shape)}")
+        if scale.dtype != torch.float32 or not bool((scale.isfinite() & (scale > 0)).all()):
+            raise InputError(f"expected scales of {name} that are positive and finite, in float32")
+        found[name] = value.float() * scale.view(-1, *[1] * (value.ndim - 1))
+    return found
 
 
 def _torch_file(path: Path) -> Any:

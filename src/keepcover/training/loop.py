@@ -23,7 +23,7 @@ from keepcover.engine.progress import Bar, Progress
 from keepcover.errors import InputError, reason, refusing
 from keepcover.files import check_folder, write_file
 from keepcover.sealing import UNREADABLE, pack, unpack
-from keepcover.training.optimise import AdamW, Average, Replayed, Sgd, clipped, copy_into, epoch_key
+from keepcover.training.optimise import AdamW, Average, Muon, Replayed, Sgd, clipped, copy_into, epoch_key
 from keepcover.training.recipe import Device, Recipe
 
 Say = Callable[[str], None]
@@ -81,6 +81,15 @@ class Objective(ABC):
         return compiled
 
 
+def optimiser_of(recipe: Recipe, parameters: Sequence[Tensor]) -> Sgd | AdamW | Muon:
+    """What takes the steps."""
+    if recipe.optimiser == "adamw":
+        return AdamW(parameters, recipe.weight_decay)
+    if recipe.optimiser == "muon":
+        return Muon(parameters, recipe.momentum, recipe.weight_decay)
+    return Sgd(parameters, recipe.momentum, recipe.weight_decay, recipe.nesterov)
+
+
 class Loop:
     """Steps over random batches; its randomness depends on (seed, epoch) alone, so a resumed run takes the same steps.
 
@@ -95,10 +104,7 @@ class Loop:
         self.objective, self.recipe, self.fixed = objective, recipe, recipe
         self.count, self.device, self.say = count, torch.device(device), say
         self.steps_per_epoch = count // recipe.batch_size
-        if recipe.optimiser == "adamw":
-            self.optimiser = AdamW(objective.parameters, recipe.weight_decay)
-        else:
-            self.optimiser = Sgd(objective.parameters, recipe.momentum, recipe.weight_decay, recipe.nesterov)
+        self.optimiser = optimiser_of(recipe, objective.parameters)
         self.average = Average(objective.state()) if recipe.average else None
         self.index = torch.arange(recipe.batch_size, device=self.device)
         self.loss = torch.zeros((), device=self.device)

@@ -12,6 +12,8 @@ from keepcover.errors import InputError
 from keepcover.noise import Noise, get_noise
 
 Device = torch.device | str
+# What a network trained by another optimiser than the one its recipe names has in place of its rate.
+RATES: dict[str, dict[str, Any]] = {"sgd": {"lr": 0.2, "nesterov": True}, "adamw": {"lr": 3e-3}, "muon": {"lr": 0.03}}
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Recipe:
     Attributes:
         sigma: of the Gaussian noise.
         noise: another noise in its place, as on the command line: ``uniform:0.5``.
-        optimiser: ``sgd`` or ``adamw``.
+        optimiser: ``sgd``, ``adamw`` or ``muon``, whose rate is the angle of a step.
         epochs: passes over the data; measured where ``minutes`` is given.
         batch_size: images per step, each under ``copies`` noises.
         lr: highest rate: linear warm-up over ``warmup_epochs``, then cosine to zero.
@@ -64,6 +66,8 @@ class Recipe:
             raise InputError(f"expected sigma >= 0, epochs >= 1, a batch size >= 1 and lr > 0, all finite, got {found}")
         if self.pad < 0 or self.cutout < 0:
             raise InputError(f"expected pad and cutout of 0 pixels or more, got {self.pad} and {self.cutout}")
+        if self.optimiser not in RATES:
+            raise InputError(f"expected an optimiser among {', '.join(RATES)}, got {self.optimiser!r}")
         shares = self.cutmix, self.average, self.teacher_weight
         if not all(0 <= share <= 1 for share in shares):
             raise InputError(f"expected shares in [0, 1] for cutmix, average and teacher_weight, got {shares}")
@@ -92,14 +96,20 @@ class Recipe:
 
 # In place of the defaults: small networks, and wide ones, which overfit under the defaults.
 SMALL: dict[str, Any] = {"weight_decay": 1e-3, "temperature": 1.0, "optimiser": "adamw"}
-WIDE = {"batch_size": 512, "lr": 0.2, "weight_decay": 1e-3, "nesterov": True, "cutout": 12, "average": 0.04}
+WIDE: dict[str, Any] = {"batch_size": 512, "weight_decay": 1e-3, "cutout": 12, "average": 0.04}
+WIDE |= {"optimiser": "muon", **RATES["muon"]}
 
 
-def recommended(model: str) -> dict[str, object]:
+def recommended(model: str, optimiser: str | None = None) -> dict[str, Any]:
     """What a recipe for the network of this name has in place of the defaults: wide networks overfit under the defaults.
 
     Example:
-        >>> recommended("wrn-28-8")["weight_decay"], recommended("cifar-resnet110")
-        (0.001, {})
+        >>> recommended("wrn-28-8")["optimiser"], recommended("cifar-resnet110")
+        ('muon', {})
+        >>> recommended("cifar-resnet110", "adamw")
+        {'optimiser': 'adamw', 'lr': 0.003}
     """
-    return dict(WIDE) if "wrn-" in model else {}
+    usual = dict(WIDE) if "wrn-" in model else {}
+    if optimiser in (None, usual.get("optimiser", Recipe.optimiser)):
+        return usual
+    return {**usual, "optimiser": optimiser, **RATES.get(optimiser, {})}

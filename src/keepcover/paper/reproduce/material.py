@@ -26,7 +26,7 @@ from keepcover.errors import InputError
 from keepcover.evaluation import Attacked, InMemory, Network, Source
 from keepcover.evaluation.random_splits import random_splits
 from keepcover.models.denoiser import BUNDLED
-from keepcover.noise import Stream, get_noise
+from keepcover.noise import Noise, Stream, get_noise
 from keepcover.paper.reproduce.tables import OFF_THE_SHELF, Origin, head_name
 from keepcover.prediction.source import PIECE, Piece
 from keepcover.store import LogitStore, StoreKey
@@ -34,16 +34,26 @@ from keepcover.store import LogitStore, StoreKey
 DATASETS, SUFFIXES = ("cifar10", "cifar100"), (".safetensors", ".pth.tar", ".pth", ".pt")
 KEPT_OUTPUTS = {"cpu": 2**28, "cuda": 2**33}  # in float16
 ROWS_224 = 1024  # noisy images of 224 x 224 in a forward pass on a GPU
+WORTH_COMPILING = 16  # draws of 5,000 images: fewer take less time than the compiler
 CHUNK_IMAGES = 250  # divides 10 000: every forward pass has one shape, so a compiled network is compiled once
 
 
 class Kept(Source):
     """Noisy outputs of a network in float16, computed once and read in pieces."""
 
-    def __init__(self, network: Network) -> None:
-        self.points, self.draws, self.noise = network.points, network.draws, network.noise
+    def __init__(self, outputs: Tensor, truth: Tensor, noise: Noise) -> None:
+        self.outputs, self.truth, self.noise = outputs, truth, noise
+        self.points, self.draws = outputs.shape[:2]
+
+    @classmethod
+    def of(cls, network: Network) -> Kept:
         parts = [(piece.outputs.half(), piece.truth) for piece in network.read(torch.arange(network.points))]
-        self.outputs, self.truth = (torch.cat(some) for some in zip(*parts, strict=True))
+        outputs, truth = (torch.cat(some) for some in zip(*parts, strict=True))
+        return cls(outputs, truth, network.noise)
+
+    def first(self, draws: int) -> Kept:
+        """Only so many draws of each point: noise depends on the number of a draw, not on how many there are."""
+        return Kept(self.outputs[:, :draws], self.truth, self.noise)
 
     def read(self, rows: Tensor) -> Iterator[Piece]:
         for some in rows.split(max(1, PIECE // self.outputs[0].numel())):
@@ -85,7 +95,7 @@ class Material:
     _features: dict[Origin, Tensor] = field(default_factory=dict)
     _logits: dict[Origin, Tensor] = field(default_factory=dict)
     _attacks: dict[tuple[Origin, float, int], Attacked] = field(default_factory=dict)
-    _kept: dict[tuple[Origin, int], Kept] = field(default_factory=dict)
+    _kept: dict[Origin, Kept] = field(default_factory=dict)
 
     def dataset(self, name: str) -> Labelled:
         """The test images, the first ``images`` of them."""
@@ -202,21 +212,23 @@ class Material:
         return InMemory(self.logits(origin, draws), self.dataset(origin.dataset).labels, get_noise(origin.sigma))
 
     def _imagenet(self, origin: Origin, draws: int) -> Source:
-        if (origin, draws) in self._kept:
-            return self._kept[origin, draws]
+        if (known := self._kept.get(origin)) and known.draws >= draws:
+            return known.first(draws)
         data = self.imagenet()
         if len(data) * math.prod(data.shape) * 4 <= MOST_IN_MEMORY:
             if "imagenet" not in self._datasets:
                 self._datasets["imagenet"] = data.load(progress=self.progress)
             data = self._datasets["imagenet"]
-        smoother = self.smoother(self.model(origin), origin.sigma, self.compile, ROWS_224)
+        compiled = self.compile and draws >= WORTH_COMPILING
+        smoother = self.smoother(self.model(origin), origin.sigma, compiled, ROWS_224)
         network = Network(smoother, getattr(data, "pair", data), draws, Stream(self.seed, "test"))
         if network.points * draws * len(data.class_names) > KEPT_OUTPUTS[smoother.device.type]:
             return network
-        self._kept[origin, draws] = Kept(network)
+        self._kept.pop(origin, None)
+        self._kept[origin] = Kept.of(network)
         while sum(kept.outputs.numel() for kept in self._kept.values()) > KEPT_OUTPUTS[smoother.device.type]:
             self._kept.pop(next(iter(self._kept)))
-        return self._kept[origin, draws]
+        return self._kept[origin]
 
     def attacked(self, origin: Origin, draws: int, epsilon: float) -> Attacked:
         """Noisy outputs of attacked test images."""
