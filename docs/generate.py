@@ -308,21 +308,35 @@ def best_table() -> str:
     return table(["data", "at", *HEADS], lines)
 
 
+WIDE = (  # data, network, sigma, beginning of the names of its files
+    ("CIFAR-10", "ResNet-110", "0.25", "evaluate-cifar10-"),
+    ("CIFAR-10", "WRN-28-6", "0.25", "evaluate-cifar10-wrn-28-6-sigma0.25-"),
+    ("CIFAR-10", "WRN-28-6, as trained", "0.25", "evaluate-cifar10-wrn-28-6-sigma0.25-as-trained-"),
+    ("CIFAR-10", "the same, mirrored", "0.25", "evaluate-cifar10-mirrored-wrn-28-6-sigma0.25-as-trained-"),
+    ("CIFAR-10", "WRN-28-6, as trained", "0.125", "evaluate-cifar10-wrn-28-6-sigma0.125-"),
+    ("CIFAR-10", "WRN-28-6, as trained", "0.5", "evaluate-cifar10-wrn-28-6-sigma0.5-"),
+    ("CIFAR-100", "ResNet-110", "0.25", ""),
+    ("CIFAR-100", "WRN-28-6, as trained", "0.25", "evaluate-cifar100-wrn-28-6-sigma0.25-"),
+    ("CIFAR-100", "the same, mirrored", "0.25", "evaluate-cifar100-mirrored-wrn-28-6-sigma0.25-"),
+)
+
+
 def width_table() -> str:
     """Certified sizes of wide networks beside those of the paper's ResNet-110."""
     files = sorted((ROOT / "results").glob("evaluate-cifar*-draw*.json"))
     found = [(path.name, json.loads(path.read_text())) for path in files]
     old = [row for row in reproduced("table1")[0] if row["dataset"] == "cifar100" and row["score"] == "hps"]
     lines = []
-    for data, network in ((data, network) for data in ("10", "100") for network in ("ResNet-110", "WRN-28-4")):
-        start = f"evaluate-cifar{data}-" + ("wrn-28-4-" if network == "WRN-28-4" else "")
-        mine = [one for name, one in found if re.match(start + r"\d+-draw", name)]
-        rows = [row for one in mine for row in one["rows"]] or old
+    for data, network, sigma, start in WIDE:
+        mine = [one for name, one in found if start and re.match(re.escape(start) + r"\d+-draw", name)]
+        rows = [row for one in mine for row in one["rows"]] if start else old
+        if not rows:
+            continue
         sizes = {row["draws"]: row["size"] for row in rows if row["method"] == "exact_asymmetric"}
         images = mine[0]["manifest"]["config"]["images"] if mine else 10_000
         cells = [f"{sizes[n]['mean']:.2f} ± {sizes[n]['std']:.2f}" if n in sizes else "" for n in (1, 4, 16, 64)]
-        lines.append([f"CIFAR-{data}", network, f"{images:,}", *cells])
-    head = ["data", "network", "test images", "1 draw", "4 draws", "16 draws", "64 draws"]
+        lines.append([data, network, sigma, f"{images:,}", *cells])
+    head = ["data", "network", "σ", "test images", "1 draw", "4 draws", "16 draws", "64 draws"]
     return table(head, lines)
 
 

@@ -120,11 +120,18 @@ def costs() -> str:
     return f"{table}\n\n{about}"
 
 
+NETWORKS = {
+    "stored": "ResNet-110, σ = 0.25",
+    "small": "ResNet-110, σ = 0.125, 3,334 images",
+    "wide": "WRN-28-6, σ = 0.125",
+}
+
+
 def families() -> str:
     """Small radii, at which networks with a Lipschitz bound and verified networks print sizes."""
     lines = []
     for case, (reach, lipschitz, verified) in PRINTED.items():
-        for network, name in (("stored", "ResNet-110, σ = 0.25"), ("small", "ResNet-110, σ = 0.125, 3,334 images")):
+        for network, name in NETWORKS.items():
             present = tuple(n for n in DRAWS if (RESULTS / f"{network}-{case}-{n}-draws.json").is_file())
             if present:
                 rows = stored(case, network, present)
