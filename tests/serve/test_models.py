@@ -103,14 +103,16 @@ def test_calibrated_saved_and_served(
     np.savez(tmp_path / "calibration.npz", images=CALIBRATION.images.numpy(), labels=CALIBRATION.labels.numpy())
     saved = tmp_path / "predictor.safetensors"
     words = ["calibrate", *model, "--data", str(tmp_path / "calibration.npz"), "--sigma", "0.25", "--epsilon", "0.125"]
-    assert main([*words, "--draws", "4", "--calibration-draws", "8", "--out", str(saved)]) == 0, capsys.readouterr().err
+    # A seed, because few points and draws choose a poor rule now and then: one in thirty has sets of 4 labels, not of 1.2.
+    words += ["--draws", "4", "--calibration-draws", "8", "--seed", "0", "--out", str(saved)]
+    assert main(words) == 0, capsys.readouterr().err
     assert main(["show", str(saved)]) == 0
     assert "With probability at least 90 %" in capsys.readouterr().out.replace("\n", " ")
     response = asyncio.run(served(Deployment(saved, model[1], settings=Settings(max_images=64))))
     assert response.status_code == 200, response.text
     sets = response.json()["sets"]
     held = [int(TEST.labels[i]) in one["indices"] for i, one in enumerate(sets)]
-    # 40 queries at 90 %: fewer than 24 covered has probability below 1e-6.
+    # 40 queries at 90 %: fewer than 24 covered has probability below 1e-6. Noise of queries is fresh and moves the mean size by 0.1.
     assert sum(held) >= 24
     assert sum(one["size"] for one in sets) / len(sets) < 4
     for name in [name for name in sys.modules if name in ("linear_digits", "narrow")]:
