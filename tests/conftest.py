@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 import jaxtyping
 import pytest
-import torch
 
 import tests.typed  # noqa: F401  # before the hook, which takes it by name
 
@@ -39,15 +38,6 @@ def assets() -> Path:
 def untyped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library as users run it: for forged files, which types would refuse first, and for loops that they make slow."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
-@pytest.fixture(autouse=True)
-def _alike() -> None:
-    """Every test begins with one seed and one thread, whatever the last one left: tensors in tests are small and pytest runs on
-    every core, so threads would wait for one another. A service that was built here left two, and training took 50 times as long.
-    """
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
 
 
 # What a page did while a test drove it: both must stay empty.
