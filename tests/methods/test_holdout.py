@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from keepcover.errors import InputError
-from keepcover.methods import Holdout
+from keepcover.methods import Holdout, get_method
+from keepcover.methods.base import Asked
+from keepcover.noise import Gaussian, Threat
 from keepcover.scores import PTT, Reading
 from keepcover.tasks import Classification
 from tests.methods.worst import AS_THEY_ARE, holdout_of
@@ -90,3 +92,26 @@ def test_bad_holdouts_are_refused() -> None:
     for outputs, truth in ((torch.zeros(3, 4, 2), torch.zeros(2)), (torch.zeros(0, 4, 2), torch.zeros(0))):
         with pytest.raises(InputError, match="holdout outputs and as many truths"):
             Holdout(AS_THEY_ARE, outputs, truth.long())
+
+
+@pytest.mark.parametrize("method", ["exact", "exact_asymmetric"])
+def test_sizes_between_thresholds_are_those_of_a_fine_grid(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the grid is up to 10 % of these sets of 50 labels, more than rules differ by: whole steps would choose by chance."""
+    asked = Asked(0.1, Threat(Gaussian(1.0), 0.25), draws=4, n=1000, candidates=50, calibration_draws=16)
+    between, whole = [], []
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        labels = torch.randint(50, (400,), generator=generator)
+        scores = torch.rand(400, 50, 16, generator=generator)
+        scores[torch.arange(400), labels] **= 2 + 8 * torch.rand(400, 1, generator=generator)  # the truth's are smaller
+        usual, fine = holdout_of(scores, labels), holdout_of(scores, labels)
+        with monkeypatch.context() as patch:
+            patch.setattr("keepcover.methods.holdout.THRESHOLDS", 4000)
+            assert len(fine.thresholds) > 1000
+        rule = get_method(method).fit(asked, fine)
+        wanted = rule.estimated_size(fine)
+        first = int((rule.holdout_risk(usual.count_law(16)) <= 0).argmax())
+        whole.append(usual.size(4, rule.kappa)[first] / wanted)
+        between.append(rule.estimated_size(usual) / wanted)
+    assert max(whole) > 1.05
+    assert between == pytest.approx([1.0] * 4, rel=0.03)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from functools import cache
+
 import numpy as np
 from numpy import ndarray
 
 from keepcover.bounds import hull_levels, majorant, majorant_cost
 from keepcover.methods.base import Asked
-from keepcover.methods.holdout import Holdout
+from keepcover.methods.holdout import Holdout, between, crossing
 
 
 def candidates(asked: Asked) -> tuple[ndarray, ndarray]:
@@ -33,9 +36,9 @@ def _hull_sizes(asked: Asked, holdout: Holdout, gamma: float) -> tuple[ndarray, 
     missed = law[:, ::-1].cumsum(axis=1)[:, ::-1]  # [t, j]: share of points with at least j draws above t
     n, promise = asked.cell_points, asked.promise
     share = np.array([promise.share(n, float(a)) for a in level]) if promise.clauses else level
-    at = (missed[:, c + 1] <= share).argmax(axis=0)
+    at = crossing(missed[:, c + 1] - share)
     by_kappa = {int(k): holdout.size(asked.draws, int(k), gamma) for k in np.unique(kappa)}
-    size = np.array([by_kappa[int(k)][i] for k, i in zip(kappa, at, strict=True)])
+    size = np.array([between(by_kappa[int(k)], i) for k, i in zip(kappa, at, strict=True)])
     # Too few calibration points for that level: the threshold would be infinite.
     hopeless = level < promise.least_level(n)
     size[hopeless] = np.array([by_kappa[int(k)][-1] for k in kappa[hopeless]])
@@ -54,7 +57,7 @@ def _likely_kappas(asked: Asked, holdout: Holdout, gamma: float, most: int = 7) 
     size, _, kappa, at = _hull_sizes(asked, holdout, gamma)
     found: dict[int, int] = {}
     for i in size.argsort(kind="stable"):
-        found.setdefault(int(kappa[i]), int(at[i]))  # the best of each kappa wins
+        found.setdefault(int(kappa[i]), math.ceil(at[i]))  # the best of each kappa wins
     return list(found.items())[:most]
 
 
@@ -67,36 +70,35 @@ def best_majorant_rule(
     for gamma in gammas:
         for kappa, start in _likely_kappas(asked, holdout, gamma):
             at = _smallest_threshold(asked, law, kappa, gamma, start)
-            found.append((float(holdout.size(asked.draws, kappa, gamma)[at]), kappa, gamma, at))
+            found.append((float(between(holdout.size(asked.draws, kappa, gamma), at)), kappa, gamma, at))
     _, kappa, gamma, at = min(found)
-    g, _ = majorant(law[at], counts, kappa, gamma, _price(asked))
+    g, _ = majorant(between(law, at), counts, kappa, gamma, _price(asked))
     return kappa, gamma, tuple(float(value) for value in g)
 
 
-def _smallest_threshold(asked: Asked, law: ndarray, kappa: int, gamma: float, start: int) -> int:
-    """The smallest threshold whose majorant fits into alpha on the holdout: gallop from ``start``, then bisect.
+def _smallest_threshold(asked: Asked, law: ndarray, kappa: int, gamma: float, start: int) -> float:
+    """Where the smallest threshold lies whose majorant fits into alpha on the holdout: gallop from ``start``, then bisect.
 
     Whether one fits is not monotone where the budget depends on the top of g, so the path is part of the choice.
     """
-    level, n, price = asked.level, asked.cell_points, _price(asked)
+    level, n, price, last = asked.level, asked.cell_points, _price(asked), len(law) - 1
 
-    def fits(at: int) -> bool:
-        if at == len(law) - 1:
-            return True
+    @cache
+    def excess(at: int) -> float:
         mean, top = majorant_cost(law[at], asked.counts, kappa, gamma, price)
-        return n * mean <= asked.promise.budget(n, level, top)
+        return n * mean - float(asked.promise.budget(n, level, top)) if at < last else 0.0
 
     low, high, step = 0, start, 4
-    while not fits(high):
-        low, high, step = high + 1, min(high + step, len(law) - 1), 2 * step
+    while excess(high) > 0:
+        low, high, step = high + 1, min(high + step, last), 2 * step
     step = 4
     while low < high:
         middle = max(low, high - step) if step else (low + high) // 2
-        if fits(middle):
+        if excess(middle) <= 0:
             high, step = middle, 2 * step
         else:
             low, step = middle + 1, 0
-    return high
+    return high - 1 + float(crossing(np.array([excess(high - 1), excess(high), 0.0]))) if 0 < high < last else high
 
 
 def _price(asked: Asked) -> float:

@@ -26,6 +26,32 @@ ORDER = Reading(order=True)
 THRESHOLDS = 256
 
 
+def crossing(excess: ndarray) -> Any:
+    """Where along the thresholds an excess ``[t, ...]`` falls to 0, between two of them: one whole step is several percent of a set
+    of many labels, more than good rules differ by. The last threshold is infinite, and nothing lies ahead of it.
+
+    Example:
+        >>> crossing(np.array([[3.0, 3.0], [1.0, 1.0], [-1.0, 1.0], [-2.0, 0.0]]))
+        array([1.5, 3. ])
+    """
+    fits, last = excess <= 0, len(excess) - 1
+    first = np.where(fits.any(axis=0), fits.argmax(axis=0), last)
+    before, after = (np.take_along_axis(excess, np.maximum(at, 0)[None], axis=0)[0] for at in (first - 1, first))
+    inside = (first > 0) & (first < last)
+    return first - np.where(inside, after / np.where(inside, after - before, 1.0), 0.0)
+
+
+def between(table: ndarray, at: float) -> Any:
+    """What a table of thresholds has at one of them, or between two.
+
+    Example:
+        >>> between(np.array([1.0, 2.0, np.inf]), 0.5), between(np.array([1.0, 2.0, np.inf]), 2)
+        (np.float64(1.5), np.float64(inf))
+    """
+    low = int(at)
+    return table[low] if low == at else (low + 1 - at) * table[low] + (at - low) * table[low + 1]
+
+
 class Holdout:
     """Labelled points set aside for tuning, as noisy outputs ``[m, M, ...]``.
 
