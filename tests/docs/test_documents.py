@@ -14,6 +14,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,22 @@ def test_the_readme_compares_with_the_papers_best_at_each_number_of_draws() -> N
                 printed.setdefault(row["draws"], []).append(row["paper"]["size"])
     usual, most = (f"{min(printed[draws]):.1f} with {draws:,}" for draws in (256, max(printed)))
     assert f"the paper's best is {usual} and {most} " in text_of("README.md")
+
+
+def test_results_say_which_of_their_commits_are_not_in_this_history() -> None:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False).stdout
+
+    known = set(git("rev-list", "HEAD").split())
+    commits: dict[str, str] = {}
+    for path in (ROOT / "results").rglob("*.json"):
+        if commit := json.loads(path.read_text()).get("manifest", {}).get("commit"):
+            commits[path.relative_to(ROOT / "results").with_suffix("").as_posix()] = commit
+    if git("rev-parse", "--is-shallow-repository").strip() != "false" or known.isdisjoint(commits.values()):
+        pytest.skip("needs the whole history: a shallow clone has a part of it, an archive nothing")
+    said = text_of("results/README.md").split("The commits named by")[1].split("are not in this history")[0]
+    named = {name for name in commits for pattern in re.findall(r"`(.+?)`", said) if fnmatch(name, pattern)}
+    assert named == {name for name, commit in commits.items() if commit not in known}
 
 
 def test_every_command_is_documented() -> None:
