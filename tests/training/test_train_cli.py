@@ -158,17 +158,20 @@ def test_data_are_joined_for_a_start(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "grey.npz").rename(odd / "grey+.npz")
     assert load_parts(str(odd / "grey+.npz"))[0].name == "grey+"
     one = load_parts("digits")[0]
-    for wrong in (
-        replace(one, labels=one.labels - 1),
-        replace(one, labels=one.labels + 1),
-        replace(one, labels=one.labels.float()),
-        replace(one, images=one.images.double()),
+    kind = f"{tuple(one.images.shape[1:])}, labels torch.int64 {tuple(one.labels.shape)} of 10 classes"
+    for wrong, found in (
+        (replace(one, labels=one.labels - 1), kind),
+        (replace(one, labels=one.labels + 1), kind),
+        (replace(one, labels=one.labels.float()), kind.replace("int64", "float32")),
+        (replace(one, images=one.images.double()), f"torch.float64 {kind}"),
     ):
-        with pytest.raises(InputError, match="images of one shape, each with one label"):
+        with pytest.raises(InputError, match="images of one shape and type, each with one label") as caught:
             joined_data([one, wrong])
+        assert f"torch.float32 {kind}; digits: " in str(caught.value)  # what differs is what is shown
+        assert f"{found}. Make them alike" in str(caught.value)
     small = replace(one, labels=one.labels.to(torch.uint8), class_names=tuple(map(str, range(200))))
     assert int(joined_data([small, small]).labels.max()) == 209
-    with pytest.raises(InputError, match="got no classes"):
+    with pytest.raises(InputError, match="got no data"):
         joined_data([])
 
 
