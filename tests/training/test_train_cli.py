@@ -243,6 +243,8 @@ def test_base_without_labels(base: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert card["top1_accuracy_one_noisy_draw_test"] > 0.3
     card = as_json(capsys, *words, "--noise", "gaussian:0.25")
     assert (card["dataset"], card["recipe"]["noise"]) == ("digits", "gaussian:0.25")
+    line = refused(capsys, *words, "--data", f"digits+{images}", "--classes", "10", "--sigma", "0.5")
+    assert "data without labels have no classes to join" in line
     assert "give --weights and --classes" in refused(capsys, *words, "--data", images, "--sigma", "0.5")
     assert "--sigma" in refused(capsys, *words)
 
