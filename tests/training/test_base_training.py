@@ -111,6 +111,13 @@ def test_weights_in_8_bits_are_half_the_size_and_nearly_the_same(
         train(parts, small, bits=4)
 
 
+def test_weights_in_8_bits_are_the_same_bytes_when_they_are_stored_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path, model = tmp_path / "small.safetensors", nn.Linear(10, 5000)
+    path.write_bytes(weights_bytes(model, {}, 8))
+    assert weights_bytes(load_weights(nn.Linear(10, 5000), path), {}, 8) == path.read_bytes()
+
+
 SCALE = "head.weight.scale_of_int8"
 
 
