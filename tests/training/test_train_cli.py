@@ -169,10 +169,15 @@ def test_data_are_joined_for_a_start(tmp_path: Path, capsys: pytest.CaptureFixtu
             joined_data([one, wrong])
         assert f"torch.float32 {kind}; digits: " in str(caught.value)  # what differs is what is shown
         assert f"{found}. Make them alike" in str(caught.value)
-    small = replace(one, labels=one.labels.to(torch.uint8), class_names=tuple(map(str, range(200))))
-    assert int(joined_data([small, small]).labels.max()) == 209
+    small = replace(one, labels=one.labels.to(torch.uint8), class_names=tuple(map(str, range(250))))
+    assert int(joined_data([small, small]).labels.max()) == 259  # beyond the largest byte
     with pytest.raises(InputError, match="got no data"):
         joined_data([])
+
+
+def test_an_optimiser_brings_its_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    card = as_json(capsys, *BASE, "--epochs", "1", "--optimiser", "adamw", "--out", tmp_path / "own.safetensors")
+    assert (card["recipe"]["optimiser"], card["recipe"]["lr"]) == ("adamw", 0.003)
 
 
 def test_the_seed_decides_the_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
