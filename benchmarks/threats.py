@@ -93,8 +93,8 @@ def bfloat16(options: argparse.Namespace) -> AbstractContextManager[Any]:
 
 
 def recipe_for(noise: Noise, options: argparse.Namespace) -> dict[str, Any]:
-    """As for wide networks; noise that hides most of an image needs no squares on top."""
-    usual, size = recommended(options.model), options.batch_size
+    """As for its network; noise that hides most of an image needs no squares on top."""
+    usual, size = {"batch_size": Recipe.batch_size, "lr": Recipe.lr, **recommended(options.model)}, options.batch_size
     asked = {"batch_size": size, "lr": usual["lr"] * size / usual["batch_size"]} if size else {}
     return {**usual, **asked, **({"cutout": 0} if noise.hides else {})}
 
@@ -191,7 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="wrn-28-4")
     parser.add_argument("--given", help="MODEL=WEIGHTS for every case, trained under other noise: nothing is trained")
     parser.add_argument("--minutes", type=float, default=1.5, help="of training, per noise")
-    parser.add_argument("--batch-size", type=int, help="of training, with a rate in proportion; 512 by default")
+    parser.add_argument(
+        "--batch-size", type=int, help="of training, with a rate in proportion; by the model by default"
+    )
     parser.add_argument("--bfloat16", action="store_true", help="on a CPU too, to train and to run")
     parser.add_argument("--points", type=int, default=10_000, help="test images, to evaluate")
     parser.add_argument("--images", type=int, default=500, help="of them, to attack")

@@ -195,6 +195,8 @@ def has_labels(spec: str) -> bool:
 @torch.no_grad()
 def parts_by(model: nn.Module, spec: str, part: str | None = None, seed: int = 0) -> tuple[Labelled, Labelled]:
     """As :func:`load_parts`, of data without labels: in their place stands what the model says of the images as they are."""
+    if len(_listed(spec)) > 1:
+        raise InputError(f"data without labels have no classes to join, got {spec!r}; put all images into one folder")
     images, device = load_inputs(spec, part=part or "1/2").images.float(), next(model.parameters()).device
     logits = torch.cat([model.eval()(some.to(device)).cpu() for some in images.split(256)])
     names = tuple(f"class {k}" for k in range(logits.shape[1]))

@@ -8,6 +8,7 @@ import os
 import runpy
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from benchmarks.table import HEAD, as_markdown, as_text, cells
 from keepcover.data import Labelled
 from keepcover.evaluation.random_splits import random_splits
 from keepcover.methods import get_method
-from keepcover.noise import Stream
+from keepcover.noise import Gaussian, Stream
 from tests.toys import nearest, toy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,6 +183,12 @@ def test_an_ordinary_network_is_judged_at_two_sigmas() -> None:
     assert chosen["size"]["mean"] <= fixed["size"]["mean"] + 0.1
     assert chosen["sigma"] == other["sigma"] != 0.2
     assert other["size"]["mean"] > chosen["size"]["mean"] + 1  # though their sets are others
+
+
+@pytest.mark.parametrize(("model", "wanted"), [("wrn-10-1", 0.03 * 128 / 512), ("cifar-resnet20", 0.1 * 128 / 256)])
+def test_a_rate_is_in_proportion_to_the_batch_of_any_network(model: str, wanted: float) -> None:
+    options = Namespace(model=model, batch_size=128)
+    assert threats.recipe_for(Gaussian(0.25), options)["lr"] == pytest.approx(wanted)
 
 
 @pytest.mark.bench

@@ -157,6 +157,17 @@ def test_generated_parts_are_current() -> None:
 # -- what is said ------------------------------------------------------------------------------------------------------
 
 
+def test_the_readme_compares_with_the_papers_best_at_each_number_of_draws() -> None:
+    """The paper prints sizes for more draws than its tables have elsewhere, and they are smaller."""
+    printed: dict[int, list[float]] = {}
+    for path in (ROOT / "results" / "reproduce").glob("*.json"):
+        for row in json.loads(path.read_text())["rows"]:
+            if row.get("dataset") == "cifar100" and row.get("certified") and (row.get("paper") or {}).get("size"):
+                printed.setdefault(row["draws"], []).append(row["paper"]["size"])
+    usual, most = (f"{min(printed[draws]):.1f} with {draws:,}" for draws in (256, max(printed)))
+    assert f"the paper's best is {usual} and {most} " in text_of("README.md")
+
+
 def test_every_command_is_documented() -> None:
     reference = text_of("docs/cli.md")
     commands = {" ".join(path) for path, _ in every_command()}

@@ -138,12 +138,22 @@ def one_compilation_serves_every_batch_size() -> None:
     assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
 
 
+def weights_in_8_bits_are_the_bytes_of_a_processor() -> None:
+    """A GPU's division by a number is a multiplication, one step of float32 off in some rows."""
+    from keepcover.models.checkpoints import as_bytes
+
+    rows = {"weight": torch.randn(5000, 10, generator=torch.Generator().manual_seed(0))}
+    here, there = as_bytes(rows), as_bytes({name: value.cuda() for name, value in rows.items()})
+    assert all(torch.equal(value, there[name].cpu()) for name, value in here.items())
+
+
 CHECKS = (
     kernel_agrees_with_tensor_operations,
     a_stream_gives_what_logits_gives,
     early_exit_gives_the_sets_of_full_drawing,
     the_host_never_waits_for_a_batch,
     one_compilation_serves_every_batch_size,
+    weights_in_8_bits_are_the_bytes_of_a_processor,
 )
 
 

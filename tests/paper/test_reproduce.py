@@ -349,7 +349,9 @@ def test_imagenet_runs_on_any_folder_of_a_thousand_classes(tmp_path: Path) -> No
         True: InMemory(smoother.logits(moved, 2, Stream(0, "test"), chosen), data.labels[chosen], Gaussian(0.5)),
     }
     # Fewer draws are the first of those that were kept: the network does not run again.
+    kept = m._kept[origin]
     (one,) = m.noisy(origin, 1).read(torch.tensor([3, 1]))
+    assert m._kept[origin] is kept
     assert torch.equal(one.outputs, m._kept[origin].outputs[[3, 1], :1].float())
     assert torch.allclose(one.outputs, sources[False].outputs[[3, 1], :1], atol=0.02)
     sizes: set[int] = set()

@@ -158,18 +158,26 @@ def test_data_are_joined_for_a_start(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "grey.npz").rename(odd / "grey+.npz")
     assert load_parts(str(odd / "grey+.npz"))[0].name == "grey+"
     one = load_parts("digits")[0]
-    for wrong in (
-        replace(one, labels=one.labels - 1),
-        replace(one, labels=one.labels + 1),
-        replace(one, labels=one.labels.float()),
-        replace(one, images=one.images.double()),
+    kind = f"{tuple(one.images.shape[1:])}, labels torch.int64 {tuple(one.labels.shape)} of 10 classes"
+    for wrong, found in (
+        (replace(one, labels=one.labels - 1), kind),
+        (replace(one, labels=one.labels + 1), kind),
+        (replace(one, labels=one.labels.float()), kind.replace("int64", "float32")),
+        (replace(one, images=one.images.double()), f"torch.float64 {kind}"),
     ):
-        with pytest.raises(InputError, match="images of one shape, each with one label"):
+        with pytest.raises(InputError, match="images of one shape and type, each with one label") as caught:
             joined_data([one, wrong])
-    small = replace(one, labels=one.labels.to(torch.uint8), class_names=tuple(map(str, range(200))))
-    assert int(joined_data([small, small]).labels.max()) == 209
-    with pytest.raises(InputError, match="got no classes"):
+        assert f"torch.float32 {kind}; digits: " in str(caught.value)  # what differs is what is shown
+        assert f"{found}. Make them alike" in str(caught.value)
+    small = replace(one, labels=one.labels.to(torch.uint8), class_names=tuple(map(str, range(250))))
+    assert int(joined_data([small, small]).labels.max()) == 259  # beyond the largest byte
+    with pytest.raises(InputError, match="got no data"):
         joined_data([])
+
+
+def test_an_optimiser_brings_its_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    card = as_json(capsys, *BASE, "--epochs", "1", "--optimiser", "adamw", "--out", tmp_path / "own.safetensors")
+    assert (card["recipe"]["optimiser"], card["recipe"]["lr"]) == ("adamw", 0.003)
 
 
 def test_the_seed_decides_the_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,6 +248,8 @@ def test_base_without_labels(base: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert card["top1_accuracy_one_noisy_draw_test"] > 0.3
     card = as_json(capsys, *words, "--noise", "gaussian:0.25")
     assert (card["dataset"], card["recipe"]["noise"]) == ("digits", "gaussian:0.25")
+    line = refused(capsys, *words, "--data", f"digits+{images}", "--classes", "10", "--sigma", "0.5")
+    assert "data without labels have no classes to join" in line
     assert "give --weights and --classes" in refused(capsys, *words, "--data", images, "--sigma", "0.5")
     assert "--sigma" in refused(capsys, *words)
 

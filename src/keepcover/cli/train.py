@@ -54,7 +54,7 @@ class Run(Machine, opt.Data):
     """What every kind of training needs: a network, data, where the weights go.
 
     Args:
-        data: As for `keepcover calibrate`; official training data where there are such.
+        data: As for `keepcover calibrate`, or A+B for both as one; official training data where there are such.
         part: k/m: train on the k-th of m random disjoint parts, where there is no official training part; 1/2 by
             default, which leaves 3/4 and 4/4 for calibration and for judging.
         model: `small-cnn`, `cifar-resnet20/56/110`, `wrn-D-W`, `resnet50`, or `package.module:function`.

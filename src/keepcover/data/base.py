@@ -81,8 +81,13 @@ def joined(several: Sequence[Labelled]) -> Labelled:
         for data in several
     )
     if len(kinds) != 1 or not labelled:
-        found = ", ".join(f"{data.name} {tuple(data.images.shape[1:])} of {len(data.class_names)}" for data in several)
-        raise InputError(f"expected images of one shape, each with one label, to join; got {found or 'no'} classes")
+        found = "; ".join(
+            f"{data.name}: {data.images.dtype} {tuple(data.images.shape[1:])}, labels {data.labels.dtype} "
+            f"{tuple(data.labels.shape)} of {len(data.class_names)} classes"
+            for data in several
+        )
+        wanted = "expected images of one shape and type, each with one label from 0 to the number of its classes - 1"
+        raise InputError(f"{wanted}, to join; got {found or 'no data'}. Make them alike first, or train on one of them")
     before = [0, *accumulate(len(data.class_names) for data in several)]
     return Labelled(
         "+".join(data.name for data in several),

@@ -110,7 +110,8 @@ def as_bytes(state: dict[str, Tensor]) -> dict[str, Tensor]:
     stored = {}
     for name, value in state.items():
         if value.is_floating_point() and value.ndim > 1 and value.numel():
-            rows = value.detach().float().flatten(1)
+            # A GPU divides by 127 as it multiplies by 1/127, and scales of such rows are others when they are stored again.
+            rows = value.detach().cpu().float().flatten(1)
             scale = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 127
             stored |= {name: (rows / scale).round().to(torch.int8).view(value.shape), name + SCALE: scale.flatten()}
     return stored

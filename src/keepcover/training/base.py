@@ -1,8 +1,8 @@
 """Training and fine-tuning under noise, with labels or towards what the network, or another one, says.
 
 :func:`fit_under_noise` is for data in memory. :func:`train_base` is the recipe behind every CIFAR result here, with the data
-resident on the device: SGD with momentum, linear warm-up then cosine, crops, flips, squares and Gaussian noise made on the
-device, bfloat16.
+resident on the device: SGD with momentum, or Muon for wide networks, linear warm-up then cosine, crops, flips, squares and
+Gaussian noise made on the device, bfloat16.
 """
 
 from __future__ import annotations

@@ -138,8 +138,8 @@ def unit(matrices: Tensor) -> Tensor:
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Nearly the nearest semi-orthogonal matrix of each [n, r, c]: five steps bring singular values from a hundredth of the largest
-    upwards to 0.65 to 1.2; smaller ones stay smaller.
+    """Nearly the nearest semi-orthogonal matrix of each [n, r, c]: five steps bring singular values from a 300th of the matrix's
+    length upwards to 0.65 to 1.25; smaller ones stay smaller.
 
     Example:
         >>> values = torch.linalg.svdvals(orthogonal(torch.diag(torch.tensor([3.0, 2.0, 1.0]))[None]).float())
