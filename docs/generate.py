@@ -311,13 +311,15 @@ def best_table() -> str:
 WIDE = (  # data, network, sigma, beginning of the names of its files
     ("CIFAR-10", "ResNet-110", "0.25", "evaluate-cifar10-"),
     ("CIFAR-10", "WRN-28-6", "0.25", "evaluate-cifar10-wrn-28-6-sigma0.25-"),
+    ("CIFAR-10", "the same, mirrored", "0.25", "evaluate-cifar10-mirrored-wrn-28-6-sigma0.25-"),
     ("CIFAR-10", "WRN-28-6, as trained", "0.25", "evaluate-cifar10-wrn-28-6-sigma0.25-as-trained-"),
     ("CIFAR-10", "the same, mirrored", "0.25", "evaluate-cifar10-mirrored-wrn-28-6-sigma0.25-as-trained-"),
     ("CIFAR-10", "WRN-28-6, as trained", "0.125", "evaluate-cifar10-wrn-28-6-sigma0.125-"),
     ("CIFAR-10", "WRN-28-6, as trained", "0.5", "evaluate-cifar10-wrn-28-6-sigma0.5-"),
     ("CIFAR-100", "ResNet-110", "0.25", ""),
-    ("CIFAR-100", "WRN-28-6, as trained", "0.25", "evaluate-cifar100-wrn-28-6-sigma0.25-"),
-    ("CIFAR-100", "the same, mirrored", "0.25", "evaluate-cifar100-mirrored-wrn-28-6-sigma0.25-"),
+    ("CIFAR-100", "WRN-28-6", "0.25", "evaluate-cifar100-wrn-28-6-sigma0.25-"),
+    ("CIFAR-100", "WRN-28-6, as trained", "0.25", "evaluate-cifar100-wrn-28-6-sigma0.25-as-trained-"),
+    ("CIFAR-100", "the same, mirrored", "0.25", "evaluate-cifar100-mirrored-wrn-28-6-sigma0.25-as-trained-"),
 )
 
 
