@@ -143,6 +143,18 @@ def test_a_smoother_binds_it_to_its_noise(small: Denoiser) -> None:
     torch.testing.assert_close(Smoother(model, 0.0).logits(images, 1, stream)[:, 0], classifier(images))
 
 
+def test_loaded_weights_are_bound_as_others_are(small: Denoiser) -> None:
+    """They bring the sigma of the model that was saved, to one that was bound to nothing, or to no noise."""
+    classifier, images = SmallCNN(3, 4).eval(), torch.rand(2, 3, 8, 8)
+    tuned = keepcover.denoised(classifier, small).under_noise(Gaussian(0.25))
+    for model in (
+        keepcover.denoised(classifier, small),
+        keepcover.denoised(classifier, small).under_noise(Gaussian(0)),
+    ):
+        model.load_state_dict(tuned.state_dict())
+        torch.testing.assert_close(model.under_noise(Gaussian(0.25))(images), tuned(images))
+
+
 def test_what_cannot_be_denoised(small: Denoiser) -> None:
     model = keepcover.denoised(SmallCNN(3, 4).eval(), small)
     with pytest.raises(InputError, match="denoises already"):

@@ -106,7 +106,8 @@ class Denoised(nn.Module):
         """The same weights, bound to this noise: what every smoother runs. ``Gaussian(0)`` passes images on as they are."""
         if not isinstance(noise, Gaussian):
             raise InputError(f"the denoiser takes Gaussian noise away, got {noise}; use the classifier without it")
-        if self.sigma == noise.sigma:
+        # Weights that are loaded bring a sigma of their own, which the flags do not know of.
+        if self.sigma == noise.sigma and self.bound and self.denoises == (noise.sigma != 0):
             return self
         low, high = self.denoiser.sigmas
         if noise.sigma and not low <= noise.sigma <= high:
