@@ -74,9 +74,9 @@ def check(using: opt.Model, given: opt.Data, look: Look, numerics: opt.Numerics)
     others = replace(seen, part=next_part(str(seen.part)))
     # train base has a part of its own by default
     third = None if given.part is None or given.data in OFFICIAL else next_part(str(others.part))
-    rest = f"{opt.typed(using, 'model')} {opt.typed(others)}".strip()
+    rest = " ".join(filter(None, (opt.typed(using, "model"), opt.typed(others), opt.typed(numerics))))
     training = f"{opt.typed(using, 'model', 'model_output', 'fingerprint')} {opt.typed(replace(given, part=third))}"
-    shown = replace(found, model=shlex.quote(using.model), rest=rest, training=training.strip())
+    shown = replace(found, smoother=False, model=shlex.quote(using.model), rest=rest, training=training.strip())
     return ui.Answer(shown.to_dict(), [repr(shown)])
 
 
