@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shlex
 import sys
@@ -210,7 +211,12 @@ def test_what_is_not_an_image_gets_no_denoiser() -> None:
     ("changes", "match"),
     [
         ({"points": 5}, "at least 20 labelled points to look at for alpha = 0.1, got 5"),
+        ({"points": -5}, "at least 20 labelled points .*, got -5"),
         ({"alpha": 0.001}, "at least 999 labelled points"),
+        ({"alpha": 0.0}, "alpha strictly between 0 and 1, got 0"),
+        ({"alpha": (0.1, 0.2)}, r"one alpha and one epsilon, got \(0.1, 0.2\) and 0.1; check each by itself"),
+        ({"epsilon": (0.1, 0.2)}, "one alpha and one epsilon"),
+        ({"epsilon": float("nan")}, "finite epsilon >= 0, the radius of the attack, got nan"),
         ({"sigma": 0.0}, "sigmas above 0"),
         ({"epsilon": 0.0}, "must be above 0"),
         ({"sigma": (0.1, 0.1)}, "distinct values of sigma"),
@@ -219,7 +225,7 @@ def test_what_is_not_an_image_gets_no_denoiser() -> None:
 )
 def test_bad_questions_are_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(InputError, match=match):
-        check(nearest(), SEEN, **{**ASK, **changes})
+        inspect.unwrap(check)(nearest(), SEEN, **{**ASK, **changes})  # without the types that tests alone check
 
 
 def make_nearest() -> nn.Module:

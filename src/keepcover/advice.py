@@ -226,15 +226,20 @@ def check(
         (1, 50)
     """
     smoother = model if isinstance(model, Smoother) else Smoother(model, 0.0)
-    images, labels = _sample(data, points)
+    images, labels = _sample(data, max(1, points))
+    shape, noiseless = tuple(images.shape[1:]), smoother.under(Gaussian(0.0))
     question = Question(get_task("classification", score=score), Exact(), levels_of(alpha, epsilon), norm, draws=draws)
-    least = max(LEAST, Promise().points_needed(exact_level(alpha)))
-    if len(images) < least:
+    if len(question.levels) != 1:
+        raise InputError(f"expected one alpha and one epsilon, got {alpha} and {epsilon}; check each by itself")
+    question.check(Gaussian(1.0), None, shape)
+    alpha, epsilon = question.levels[0]
+    least, seen = max(LEAST, Promise().points_needed(exact_level(alpha))), min(points, len(images))
+    if seen < least:
         raise InputError(
-            f"expected at least {least} labelled points to look at for alpha = {alpha:g}, got {len(images)}; give more data and "
+            f"expected at least {least} labelled points to look at for alpha = {alpha:g}, got {seen}; give more data and "
             "points, or raise alpha"
         )
-    norm, shape, noiseless = Gaussian(1.0).check_norm(norm), tuple(images.shape[1:]), smoother.under(Gaussian(0.0))
+    norm = Gaussian(1.0).check_norm(norm)
     sigmas = sigma_grid([epsilon], norm, shape)[::2] if sigma is None else numbers(sigma, "sigma")
     if min(sigmas) <= 0:
         raise InputError(f"expected sigmas above 0, since noise is what certifies, got {min(sigmas):g}")
