@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import warnings
@@ -161,6 +162,8 @@ def test_what_cannot_be_denoised(small: Denoiser) -> None:
         keepcover.denoised(nn.Sequential(model), small)
     with pytest.raises(InputError, match="expected a torch module"):
         keepcover.denoised(lambda x: x, small)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="expected a denoiser or its file, got Conv2d; a network of your own"):
+        inspect.unwrap(keepcover.denoised)(SmallCNN(3, 4), nn.Conv2d(3, 3, 1))
     with pytest.warns(KeepcoverWarning, match=r"trained at sigma 0.05 to 1 and has never seen sigma 2"):
         Smoother(model, 2.0)
 
