@@ -26,6 +26,7 @@ from keepcover.prediction import Predictor
 from keepcover.prediction.artifact import load, read
 from keepcover.store.logits_file import names_in, read_arrays
 from keepcover.tasks.metrics import check_labels
+from keepcover.training.base import outputs_of
 
 OFFICIAL: dict[str, Callable[..., Labelled]] = {"cifar10": cifar, "cifar100": cifar, "mnist": idx, "fashion-mnist": idx}
 ARRAYS = (".npz", ".safetensors")
@@ -197,8 +198,9 @@ def parts_by(model: nn.Module, spec: str, part: str | None = None, seed: int = 0
     """As :func:`load_parts`, of data without labels: in their place stands what the model says of the images as they are."""
     if len(_listed(spec)) > 1:
         raise InputError(f"data without labels have no classes to join, got {spec!r}; put all images into one folder")
-    images, device = load_inputs(spec, part=part or "1/2").images.float(), next(model.parameters()).device
-    logits = torch.cat([model.eval()(some.to(device)).cpu() for some in images.split(256)])
+    images = load_inputs(spec, part=part or "1/2").images.float()
+    device = next(model.parameters(), images).device
+    logits = torch.cat([outputs_of(model, some.to(device)).cpu() for some in images.split(256)])
     names = tuple(f"class {k}" for k in range(logits.shape[1]))
     data = Labelled(f"{Path(spec).stem}, by the network's own word", images, logits.argmax(dim=1), names)
     return _four_to_one(data, seed)
