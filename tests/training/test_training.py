@@ -136,6 +136,7 @@ def test_any_noise_trains_through_its_seam(noise: Noise) -> None:
         ({"model": fresh().requires_grad_(False)}, "parameters to train, got none from .*: they are all frozen"),
         ({"model": nn.Flatten()}, "parameters to train, got none from Flatten"),
         ({"sigma": None, "noise": "laplace"}, "expected noise as name:number"),
+        ({"images": toy(20)}, r"expected images \[n, ...\] as a tensor or array, got tuple"),
         ({"model": nn.RNN(4, 4)}, r"RNN cannot take images of shape \(1, 4, 4\) .*number of channels"),
         (
             {"model": nn.Sequential(nn.Flatten(), nn.LSTM(16, 4))},
