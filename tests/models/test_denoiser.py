@@ -242,6 +242,8 @@ def test_what_cannot_be_trained_on(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="holds no images; expected files that end in"):
         read_images(tmp_path / "empty")
+    with pytest.raises(InputError, match="size of at least 1 pixel, got 0"):
+        read_images(tmp_path, size=0)
     with pytest.raises(InputError, match="FOLDER@SIDE"):
         read_images(f"{tmp_path}@many")
     for images, words in (
@@ -263,11 +265,12 @@ def test_what_cannot_be_trained_on(tmp_path: Path) -> None:
             tmp_path / "x.safetensors",
             classifier=nn.Sequential(nn.Flatten(), nn.LSTM(192, 4)),
         )
-    with pytest.raises(InputError, match="is for 3 channels, the images have 2"):
+    with pytest.raises(InputError, match=r"is for 3 channels, the images have 2; .*--channels 3"):
         train_denoiser(
             torch.rand(30, 2, 8, 8), DenoiserRecipe(steps=1), tmp_path / "x.safetensors", start=Denoiser(**SMALL)
         )
-    for wrong in ({"steps": 1, "minutes": 1.0}, {}, {"steps": 0}, {"steps": 1, "sigmas": (0.5, 0.1)}):
+    bad: list[dict[str, Any]] = [{"sigmas": (0.5, 0.1)}, {"stability": -1.0}, {"stability": float("nan")}]
+    for wrong in ({"steps": 1, "minutes": 1.0}, {}, {"steps": 0}, *({"steps": 1, **one} for one in bad)):
         with pytest.raises(InputError, match="expected"):
             DenoiserRecipe(**wrong)
 
