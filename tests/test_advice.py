@@ -151,6 +151,14 @@ def test_a_denoiser_is_recommended_where_it_helps() -> None:
     assert not idle.best.denoised
 
 
+def test_a_sigma_that_a_denoised_model_has_never_seen_is_tried_where_it_is_asked_for() -> None:
+    """As sigma="auto" does: what is recommended must not be warned of."""
+    model = keepcover.denoised(Brittle(), Perfect())
+    assert [trial.sigma for trial in check(model, SEEN, **{**ASK, "epsilon": 0.5}).trials] == [0.25, 0.5, 1.0]
+    with pytest.warns(KeepcoverWarning, match="has never seen sigma 2"):
+        check(model, SEEN, sigma=2.0, **ASK)
+
+
 def test_a_model_that_noise_ruins_is_to_be_tuned() -> None:
     made = check(Brittle(), SEEN, sigma=(0.1, 0.4), **ASK)
     assert not made.useful

@@ -21,7 +21,7 @@ from keepcover.errors import InputError
 from keepcover.methods import Exact, ExactAsymmetric, Holdout
 from keepcover.models.denoiser import Denoised, Denoiser, denoised
 from keepcover.noise import Gaussian, Stream, fresh_seed, get_norm
-from keepcover.prediction.choosing import matching_sigma, sigma_grid
+from keepcover.prediction.choosing import matching_sigma, seen_of, sigma_grid
 from keepcover.prediction.collecting import warn_of_probabilities
 from keepcover.prediction.question import DRAWS, Question, levels_of, numbers
 from keepcover.prediction.report import Accuracy, wide
@@ -211,7 +211,8 @@ def check(
         model: ``images -> logits``, or a :class:`keepcover.Smoother` around it, which brings batch size, device and numerics.
         data: labelled images in [0, 1], of which ``points`` are looked at.
         epsilon: radius of the attack.
-        sigma: one or several to try; a half, one, two and four times epsilon, as an L2 length, by default.
+        sigma: one or several to try; a half, one, two and four times epsilon, as an L2 length, by default, of which those that a
+            denoised model has never seen are left out.
         norm: in which epsilon is measured: ``l2``, ``l1`` or ``linf``. For other noise than Gaussian see :func:`keepcover.calibrate`.
         alpha, draws, score: as for :func:`keepcover.calibrate`.
         denoiser: what to try before the model where inputs are images; the bundled one by default.
@@ -240,7 +241,9 @@ def check(
             "points, or raise alpha"
         )
     norm = Gaussian(1.0).check_norm(norm)
-    sigmas = sigma_grid([epsilon], norm, shape)[::2] if sigma is None else numbers(sigma, "sigma")
+    if sigma is None:
+        sigma = seen_of(smoother, sigma_grid([epsilon], norm, shape)[::2])
+    sigmas = numbers(sigma, "sigma")
     if min(sigmas) <= 0:
         raise InputError(f"expected sigmas above 0, since noise is what certifies, got {min(sigmas):g}")
     stream = Stream(fresh_seed() if seed is None else seed, "holdout")
