@@ -24,7 +24,7 @@ from keepcover.models.checkpoints import weights_bytes
 from keepcover.models.denoiser import BUNDLED
 from keepcover.specs import load_model
 from keepcover.training.denoiser import DenoiserRecipe, read_images, train_denoiser
-from tests.cli.runner import as_json, refused
+from tests.cli.runner import as_json, refused, run
 from tests.toys import nearest, toy
 
 SMALL: dict[str, Any] = {"widths": (8, 8, 8, 8), "blocks": (1, 1, 1, 1)}
@@ -367,7 +367,9 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     assert "needs trained weights" in refused(capsys, *calibrate, "denoised@own.safetensors:small-cnn")
 
 
-def test_a_model_that_has_a_denoiser_is_not_told_to_get_one(small: Denoiser) -> None:
+def test_a_model_that_has_a_denoiser_is_not_told_to_get_one(
+    small: Denoiser, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked: dict[str, Any] = {"method": "rcp1", "epsilon": 0.1, "sigma": 1.0, "draws": 1, "seed": 0}
     data = toy(100, seed=1)
     with pytest.warns(
@@ -375,4 +377,6 @@ def test_a_model_that_has_a_denoiser_is_not_told_to_get_one(small: Denoiser) -> 
     ):
         keepcover.calibrate(nearest(), data, **asked)
     with pytest.warns(KeepcoverWarning, match="is right on only .* labels; fine-tune it under this noise"):
-        keepcover.calibrate(keepcover.denoised(nearest(), small), data, **asked)
+        predictor = keepcover.calibrate(keepcover.denoised(nearest(), small), data, **asked)
+    predictor.save(tmp_path / "p.safetensors")  # which knows it without the model
+    assert f"Warning: {predictor.warning}" in run(capsys, "show", tmp_path / "p.safetensors")[1].replace("\n", " ")
