@@ -63,6 +63,8 @@ def warning(noise: Noise, accuracy: Accuracy, size: float | None, classes: int, 
     draws = f"{accuracy.noisy:.1%} of noisy draws under {noise}"
     draws += "" if accuracy.clean is None else f", on {accuracy.clean:.1%} without noise"
     sets = "sets will be large" if size is None else f"sets hold about {size:.1f} of {classes} labels"
+    if lost and accuracy.clean is not None and Accuracy(accuracy.clean).lost(classes):
+        return f"the model is right on only {draws}, and {sets}; noise takes little from it, so train it further with labels"
     if lost:
         return f"the model is right on only {draws}, and {sets}; {noise.before if denoisable else ''}{noise.remedy}"
     more = "" if noise.deterministic else " or more draws"
