@@ -22,7 +22,7 @@ from keepcover.methods import Asked, Exact, Holdout, Rule
 from keepcover.models.denoiser import Denoiser
 from keepcover.noise import Threat
 from keepcover.tasks import Classification
-from tests.cli.runner import as_json, run
+from tests.cli.runner import as_json, refused, run
 from tests.toys import nearest, prototypes, toy
 
 SEEN, OTHERS = toy(200, seed=5), toy(200, seed=6)
@@ -277,6 +277,12 @@ def test_the_command_says_what_comes_next(
     saved = as_json(capsys, "show", "predictor.safetensors")
     assert saved["levels"][0]["guarantee"]["score"] == "aps"
     assert saved["numerics"] == {"autocast": "bfloat16", "channels_last": True, "compile": False}
+
+
+def test_a_part_that_is_all_leaves_nothing_to_calibrate_on(capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["check", "--model", "own:make_nearest", "--data", "digits", "--epsilon", "0.1", "--part"]
+    assert "a part that leaves others to calibrate on, for instance 1/2, got 1/1" in refused(capsys, *ask, "1/1")
+    assert "expected a part k/m" in refused(capsys, *ask, "half")
 
 
 @pytest.mark.parametrize(

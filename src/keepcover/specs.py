@@ -287,14 +287,19 @@ def part_rows(n: int, part: str | None) -> Tensor:
     """
     if part is None:
         return torch.arange(n)
-    match = re.fullmatch(r"(\d+)/(\d+)", part)
-    if not match or not 1 <= int(match[1]) <= int(match[2]):
-        raise InputError(f"expected a part k/m with 1 <= k <= m, for instance 1/2 for the first half, got {part!r}")
-    if int(match[2]) > n:
-        raise InputError(f"cannot make {match[2]} parts of {n} rows")
+    k, m = _part(part)
+    if m > n:
+        raise InputError(f"cannot make {m} parts of {n} rows")
     # Files are often sorted by class: parts are drawn at random, the same on every run.
     order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
-    return order.tensor_split(int(match[2]))[int(match[1]) - 1].sort().values
+    return order.tensor_split(m)[k - 1].sort().values
+
+
+def _part(given: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", given)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise InputError(f"expected a part k/m with 1 <= k <= m, for instance 1/2 for the first half, got {given!r}")
+    return int(match[1]), int(match[2])
 
 
 def next_part(part: str) -> str:
@@ -304,7 +309,7 @@ def next_part(part: str) -> str:
         >>> next_part("3/4"), next_part("4/4")
         ('4/4', '1/4')
     """
-    k, m = map(int, part.split("/"))
+    k, m = _part(part)
     return f"{k % m + 1}/{m}"
 
 

@@ -68,6 +68,10 @@ def check(using: opt.Model, given: opt.Data, look: Look, numerics: opt.Numerics)
     half for training.
     """
     seen = replace(given, part=given.part or "3/4")
+    if (
+        next_part(str(seen.part)) == seen.part
+    ):  # sigma is chosen on these points, which voids a promise calibrated on them
+        raise InputError(f"expected a part that leaves others to calibrate on, for instance 1/2, got {seen.part}")
     inputs = seen.inputs(labelled=True)
     network = using.load(len(inputs.class_names) or int(inputs.labels.max()) + 1)
     found = advice.check(numerics.smoother(network, get_noise(0.0), using.device), inputs.pair, **vars(look))
