@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shlex
 import sys
@@ -15,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import keepcover
-from keepcover import Check, Gaussian, InputError, KeepcoverWarning, Smoother, Stream, check
+from keepcover import APS, Check, Gaussian, InputError, KeepcoverWarning, Smoother, Stream, check
 from keepcover.data import Labelled
 from keepcover.methods import Asked, Exact, Holdout, Rule
 from keepcover.models.denoiser import Denoiser
 from keepcover.noise import Threat
 from keepcover.tasks import Classification
-from tests.cli.runner import as_json, run
+from tests.cli.runner import as_json, refused, run
 from tests.toys import nearest, prototypes, toy
 
 SEEN, OTHERS = toy(200, seed=5), toy(200, seed=6)
@@ -110,6 +111,30 @@ def test_the_line_for_python_calibrates_what_was_promised(found: Check) -> None:
     assert found.best.low - 0.2 < size < found.best.high + 0.2
 
 
+@pytest.mark.parametrize("denoiser", [None, Perfect()])
+def test_the_lines_for_a_smoother_run_it_as_it_is(denoiser: Denoiser | None) -> None:
+    """With its settings: calibrate takes no sigma beside the noise of a smoother, and training takes the module alone."""
+    model = nearest() if denoiser is None else Brittle()
+    made = check(Smoother(model, 0.0, batch_size=7), SEEN, denoiser=denoiser, sigma=0.1, **ASK)
+    names: dict[str, Any] = {"model": Smoother(model, 0.0, batch_size=7), "others": OTHERS, "checked": SEEN}
+    names |= {"keepcover": keepcover, "denoiser": denoiser, "images": SEEN[0], "labels": SEEN[1]}
+    exec(made.python, names)
+    assert names["predictor"].noise == Gaussian(0.1)
+    assert names["predictor"].running.batch_size == 7
+    assert made.best.denoised == (denoiser is not None)
+    exec(replace(made, useful=False).python, names)
+    assert names["model"].batch_size == 7
+
+
+@pytest.mark.parametrize("score", ["aps", APS()])
+def test_the_lines_ask_for_the_score_that_was_checked(score: Any) -> None:
+    made = check(nearest(), SEEN, sigma=0.1, score=score, **ASK)
+    names = {"keepcover": keepcover, "model": nearest(), "others": OTHERS, "checked": SEEN, "score": score}
+    exec(made.python, names)
+    assert names["predictor"].guarantee.score == "aps"
+    assert f"--score {'aps' if score == 'aps' else 'SCORE'}" in made.command
+
+
 def test_a_denoiser_is_recommended_where_it_helps() -> None:
     made = check(Brittle(), SEEN, denoiser=Perfect(), sigma=(0.04, 0.1), **ASK)
     alone, front = ([t for t in made.trials if t.denoised is which] for which in (False, True))
@@ -126,13 +151,25 @@ def test_a_denoiser_is_recommended_where_it_helps() -> None:
     assert not idle.best.denoised
 
 
+def test_a_sigma_that_a_denoised_model_has_never_seen_is_tried_where_it_is_asked_for() -> None:
+    """As sigma="auto" does: what is recommended must not be warned of."""
+    model = keepcover.denoised(Brittle(), Perfect())
+    assert [trial.sigma for trial in check(model, SEEN, **{**ASK, "epsilon": 0.5}).trials] == [0.25, 0.5, 1.0]
+    with pytest.warns(KeepcoverWarning, match="has never seen sigma 2"):
+        check(model, SEEN, sigma=2.0, **ASK)
+
+
 def test_a_model_that_noise_ruins_is_to_be_tuned() -> None:
     made = check(Brittle(), SEEN, sigma=(0.1, 0.4), **ASK)
     assert not made.useful
     assert made.recommendation.startswith(
         "Fine-tune the model under noise of sigma 0.1, which takes images and no labels"
     )
-    assert made.python == "model = keepcover.training.fit_under_noise(model, images, sigma=0.1)"
+    line = "from keepcover.training import fit_under_noise; model = fit_under_noise(model, images, sigma=0.1)"
+    assert made.python == line
+    names: dict[str, Any] = {"model": Brittle(), "images": SEEN[0]}
+    exec(line, names)
+    assert isinstance(names["model"], Brittle)
     assert made.command.startswith("keepcover train base --model MODEL --data DATA")
 
 
@@ -143,7 +180,7 @@ def test_a_model_that_is_poor_without_noise_needs_labels() -> None:
     assert not made.useful
     assert not made.ruined
     assert made.recommendation.startswith("Train the model further with labels, or ask for a smaller epsilon: as it is")
-    assert made.python == "model = keepcover.training.fit_under_noise(model, images, labels, sigma=0.1)"
+    assert made.python.endswith("model = fit_under_noise(model, images, labels, sigma=0.1)")
 
 
 def test_it_shows_how_far_it_is_and_warns_as_calibrate_does() -> None:
@@ -182,7 +219,12 @@ def test_what_is_not_an_image_gets_no_denoiser() -> None:
     ("changes", "match"),
     [
         ({"points": 5}, "at least 20 labelled points to look at for alpha = 0.1, got 5"),
+        ({"points": -5}, "at least 20 labelled points .*, got -5"),
         ({"alpha": 0.001}, "at least 999 labelled points"),
+        ({"alpha": 0.0}, "alpha strictly between 0 and 1, got 0"),
+        ({"alpha": (0.1, 0.2)}, r"one alpha and one epsilon, got \(0.1, 0.2\) and 0.1; check each by itself"),
+        ({"epsilon": (0.1, 0.2)}, "one alpha and one epsilon"),
+        ({"epsilon": float("nan")}, "finite epsilon >= 0, the radius of the attack, got nan"),
         ({"sigma": 0.0}, "sigmas above 0"),
         ({"epsilon": 0.0}, "must be above 0"),
         ({"sigma": (0.1, 0.1)}, "distinct values of sigma"),
@@ -191,7 +233,7 @@ def test_what_is_not_an_image_gets_no_denoiser() -> None:
 )
 def test_bad_questions_are_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(InputError, match=match):
-        check(nearest(), SEEN, **{**ASK, **changes})
+        inspect.unwrap(check)(nearest(), SEEN, **{**ASK, **changes})  # without the types that tests alone check
 
 
 def make_nearest() -> nn.Module:
@@ -229,6 +271,18 @@ def test_the_command_says_what_comes_next(
     assert words[:8] == ["keepcover", "calibrate", *data, "--part", "4/4"]
     assert run(capsys, *words[1:], "--method", "rcp1")[0] == 0
     assert Path("predictor.safetensors").is_file()
+    more = ["--score", "aps", "--autocast", "bfloat16", "--channels-last"]  # which change sizes
+    words = shlex.split(as_json(capsys, *ask, *more)["command"])
+    assert as_json(capsys, *words[1:], "--method", "rcp1")["predictor"] == "predictor.safetensors"
+    saved = as_json(capsys, "show", "predictor.safetensors")
+    assert saved["levels"][0]["guarantee"]["score"] == "aps"
+    assert saved["numerics"] == {"autocast": "bfloat16", "channels_last": True, "compile": False}
+
+
+def test_a_part_that_is_all_leaves_nothing_to_calibrate_on(capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["check", "--model", "own:make_nearest", "--data", "digits", "--epsilon", "0.1", "--part"]
+    assert "a part that leaves others to calibrate on, for instance 1/2, got 1/1" in refused(capsys, *ask, "1/1")
+    assert "expected a part k/m" in refused(capsys, *ask, "half")
 
 
 @pytest.mark.parametrize(

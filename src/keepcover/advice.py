@@ -21,7 +21,7 @@ from keepcover.errors import InputError
 from keepcover.methods import Exact, ExactAsymmetric, Holdout
 from keepcover.models.denoiser import Denoised, Denoiser, denoised
 from keepcover.noise import Gaussian, Stream, fresh_seed, get_norm
-from keepcover.prediction.choosing import matching_sigma, sigma_grid
+from keepcover.prediction.choosing import matching_sigma, seen_of, sigma_grid
 from keepcover.prediction.collecting import warn_of_probabilities
 from keepcover.prediction.question import DRAWS, Question, levels_of, numbers
 from keepcover.prediction.report import Accuracy, wide
@@ -76,6 +76,8 @@ class Check:
         calibration_draws: model evaluations per calibration point that :func:`keepcover.calibrate` will make.
         note: why no denoiser was tried; empty where one was.
         denoiser: the file of the one that was; None for the bundled one.
+        score: that was asked for; None for the usual one.
+        smoother: whether the model came as a :class:`keepcover.Smoother`, as which it is then calibrated.
         model, rest: the model and the other points, as the command line names them.
         training: data to fine-tune it on, which are neither these points nor those.
     """
@@ -94,6 +96,8 @@ class Check:
     near: float
     note: str = ""
     denoiser: str | None = None
+    score: str | None = None
+    smoother: bool = False
     model: str = "MODEL"
     rest: str = "--data DATA --part 4/4"
     training: str = "--data DATA"
@@ -131,13 +135,19 @@ class Check:
     @property
     def python(self) -> str:
         """The line that does it. The points that were checked may tune a rule, so they are its holdout, and others calibrate."""
+        network, sigma = ("model.model" if self.smoother else "model"), self.best.sigma if self.useful else self.near
+        wrapped = "model.under({sigma:g}, {model})" if self.smoother else "{model}"  # with the settings of the smoother
         if not self.useful:
             labels = "" if self.ruined else "labels, "
-            return f"model = keepcover.training.fit_under_noise(model, images, {labels}sigma={self.near:g})"
+            tuned = wrapped.format(sigma=sigma, model=f"fit_under_noise({network}, images, {labels}sigma={sigma:g})")
+            return f"from keepcover.training import fit_under_noise; model = {tuned}"
         own = "" if self.denoiser is None else f", {'denoiser' if self.denoiser == 'DENOISER' else repr(self.denoiser)}"
-        model = f"keepcover.denoised(model{own})" if self.best.denoised else "model"
-        ask = f"epsilon={self.epsilon!r}, sigma={self.best.sigma:g}, alpha={self.alpha:g}, draws={self.draws}"
+        model = wrapped.format(
+            sigma=sigma, model=f"keepcover.denoised({network}{own})" if self.best.denoised else network
+        )
+        ask = f"epsilon={self.epsilon!r}, {'' if self.smoother else f'sigma={sigma:g}, '}alpha={self.alpha:g}, draws={self.draws}"
         ask += "" if self.norm == Gaussian.norms[0] else f", norm={self.norm!r}"
+        ask += "" if self.score is None else f", score={'score' if self.score == 'SCORE' else repr(self.score)}"
         return f"predictor = keepcover.calibrate({model}, others, {ask}, holdout=checked)"
 
     @property
@@ -151,6 +161,7 @@ class Check:
         model = f"{front}:{self.model}" if self.best.denoised else self.model
         ask = f"--epsilon {self.epsilon!r} --sigma {self.best.sigma:g} --alpha {self.alpha:g} --draws {self.draws}"
         ask += "" if self.norm == Gaussian.norms[0] else f" --norm {self.norm}"
+        ask += "" if self.score is None else f" --score {self.score}"
         return f"keepcover calibrate --model {model} {self.rest} {ask} --out predictor.safetensors"
 
     def to_dict(self) -> dict[str, Any]:
@@ -200,7 +211,8 @@ def check(
         model: ``images -> logits``, or a :class:`keepcover.Smoother` around it, which brings batch size, device and numerics.
         data: labelled images in [0, 1], of which ``points`` are looked at.
         epsilon: radius of the attack.
-        sigma: one or several to try; a half, one, two and four times epsilon, as an L2 length, by default.
+        sigma: one or several to try; a half, one, two and four times epsilon, as an L2 length, by default, of which those that a
+            denoised model has never seen are left out.
         norm: in which epsilon is measured: ``l2``, ``l1`` or ``linf``. For other noise than Gaussian see :func:`keepcover.calibrate`.
         alpha, draws, score: as for :func:`keepcover.calibrate`.
         denoiser: what to try before the model where inputs are images; the bundled one by default.
@@ -215,16 +227,23 @@ def check(
         (1, 50)
     """
     smoother = model if isinstance(model, Smoother) else Smoother(model, 0.0)
-    images, labels = _sample(data, points)
+    images, labels = _sample(data, max(1, points))
+    shape, noiseless = tuple(images.shape[1:]), smoother.under(Gaussian(0.0))
     question = Question(get_task("classification", score=score), Exact(), levels_of(alpha, epsilon), norm, draws=draws)
-    least = max(LEAST, Promise().points_needed(exact_level(alpha)))
-    if len(images) < least:
+    if len(question.levels) != 1:
+        raise InputError(f"expected one alpha and one epsilon, got {alpha} and {epsilon}; check each by itself")
+    question.check(Gaussian(1.0), None, shape)
+    alpha, epsilon = question.levels[0]
+    least, seen = max(LEAST, Promise().points_needed(exact_level(alpha))), min(points, len(images))
+    if seen < least:
         raise InputError(
-            f"expected at least {least} labelled points to look at for alpha = {alpha:g}, got {len(images)}; give more data and "
+            f"expected at least {least} labelled points to look at for alpha = {alpha:g}, got {seen}; give more data and "
             "points, or raise alpha"
         )
-    norm, shape, noiseless = Gaussian(1.0).check_norm(norm), tuple(images.shape[1:]), smoother.under(Gaussian(0.0))
-    sigmas = sigma_grid([epsilon], norm, shape)[::2] if sigma is None else numbers(sigma, "sigma")
+    norm = Gaussian(1.0).check_norm(norm)
+    if sigma is None:
+        sigma = seen_of(smoother, sigma_grid([epsilon], norm, shape)[::2])
+    sigmas = numbers(sigma, "sigma")
     if min(sigmas) <= 0:
         raise InputError(f"expected sigmas above 0, since noise is what certifies, got {min(sigmas):g}")
     stream = Stream(fresh_seed() if seed is None else seed, "holdout")
@@ -249,8 +268,9 @@ def check(
     matching = matching_sigma(epsilon, norm, shape)
     near, more = min(sigmas, key=lambda one: abs(one - matching)), ExactAsymmetric().usual_calibration_draws(draws)
     own = None if denoiser is None else "DENOISER" if isinstance(denoiser, Denoiser) else str(denoiser)
+    named = score if score is None or isinstance(score, str) else "SCORE"
     asked = len(images), classes, alpha, epsilon, draws, more, norm, near
-    return Check(tuple(trials), best, clean, useful, *asked, note, own)
+    return Check(tuple(trials), best, clean, useful, *asked, note, own, named, isinstance(model, Smoother))
 
 
 def _accuracy(task: Task, outputs: Tensor, truth: Any) -> float:

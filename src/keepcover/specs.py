@@ -26,6 +26,7 @@ from keepcover.prediction import Predictor
 from keepcover.prediction.artifact import load, read
 from keepcover.store.logits_file import names_in, read_arrays
 from keepcover.tasks.metrics import check_labels
+from keepcover.training.base import outputs_of
 
 OFFICIAL: dict[str, Callable[..., Labelled]] = {"cifar10": cifar, "cifar100": cifar, "mnist": idx, "fashion-mnist": idx}
 ARRAYS = (".npz", ".safetensors")
@@ -197,8 +198,9 @@ def parts_by(model: nn.Module, spec: str, part: str | None = None, seed: int = 0
     """As :func:`load_parts`, of data without labels: in their place stands what the model says of the images as they are."""
     if len(_listed(spec)) > 1:
         raise InputError(f"data without labels have no classes to join, got {spec!r}; put all images into one folder")
-    images, device = load_inputs(spec, part=part or "1/2").images.float(), next(model.parameters()).device
-    logits = torch.cat([model.eval()(some.to(device)).cpu() for some in images.split(256)])
+    images = load_inputs(spec, part=part or "1/2").images.float()
+    device = next(model.parameters(), images).device
+    logits = torch.cat([outputs_of(model, some.to(device)).cpu() for some in images.split(256)])
     names = tuple(f"class {k}" for k in range(logits.shape[1]))
     data = Labelled(f"{Path(spec).stem}, by the network's own word", images, logits.argmax(dim=1), names)
     return _four_to_one(data, seed)
@@ -285,14 +287,19 @@ def part_rows(n: int, part: str | None) -> Tensor:
     """
     if part is None:
         return torch.arange(n)
-    match = re.fullmatch(r"(\d+)/(\d+)", part)
-    if not match or not 1 <= int(match[1]) <= int(match[2]):
-        raise InputError(f"expected a part k/m with 1 <= k <= m, for instance 1/2 for the first half, got {part!r}")
-    if int(match[2]) > n:
-        raise InputError(f"cannot make {match[2]} parts of {n} rows")
+    k, m = _part(part)
+    if m > n:
+        raise InputError(f"cannot make {m} parts of {n} rows")
     # Files are often sorted by class: parts are drawn at random, the same on every run.
     order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
-    return order.tensor_split(int(match[2]))[int(match[1]) - 1].sort().values
+    return order.tensor_split(m)[k - 1].sort().values
+
+
+def _part(given: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", given)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise InputError(f"expected a part k/m with 1 <= k <= m, for instance 1/2 for the first half, got {given!r}")
+    return int(match[1]), int(match[2])
 
 
 def next_part(part: str) -> str:
@@ -302,7 +309,7 @@ def next_part(part: str) -> str:
         >>> next_part("3/4"), next_part("4/4")
         ('4/4', '1/4')
     """
-    k, m = map(int, part.split("/"))
+    k, m = _part(part)
     return f"{k % m + 1}/{m}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import warnings
@@ -23,7 +24,7 @@ from keepcover.models.checkpoints import weights_bytes
 from keepcover.models.denoiser import BUNDLED
 from keepcover.specs import load_model
 from keepcover.training.denoiser import DenoiserRecipe, read_images, train_denoiser
-from tests.cli.runner import as_json, refused
+from tests.cli.runner import as_json, refused, run
 from tests.toys import nearest, toy
 
 SMALL: dict[str, Any] = {"widths": (8, 8, 8, 8), "blocks": (1, 1, 1, 1)}
@@ -143,12 +144,26 @@ def test_a_smoother_binds_it_to_its_noise(small: Denoiser) -> None:
     torch.testing.assert_close(Smoother(model, 0.0).logits(images, 1, stream)[:, 0], classifier(images))
 
 
+def test_loaded_weights_are_bound_as_others_are(small: Denoiser) -> None:
+    """They bring the sigma of the model that was saved, to one that was bound to nothing, or to no noise."""
+    classifier, images = SmallCNN(3, 4).eval(), torch.rand(2, 3, 8, 8)
+    tuned = keepcover.denoised(classifier, small).under_noise(Gaussian(0.25))
+    for model in (
+        keepcover.denoised(classifier, small),
+        keepcover.denoised(classifier, small).under_noise(Gaussian(0)),
+    ):
+        model.load_state_dict(tuned.state_dict())
+        torch.testing.assert_close(model.under_noise(Gaussian(0.25))(images), tuned(images))
+
+
 def test_what_cannot_be_denoised(small: Denoiser) -> None:
     model = keepcover.denoised(SmallCNN(3, 4).eval(), small)
     with pytest.raises(InputError, match="denoises already"):
         keepcover.denoised(nn.Sequential(model), small)
     with pytest.raises(InputError, match="expected a torch module"):
         keepcover.denoised(lambda x: x, small)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="expected a denoiser or its file, got Conv2d; a network of your own"):
+        inspect.unwrap(keepcover.denoised)(SmallCNN(3, 4), nn.Conv2d(3, 3, 1))
     with pytest.warns(KeepcoverWarning, match=r"trained at sigma 0.05 to 1 and has never seen sigma 2"):
         Smoother(model, 2.0)
 
@@ -227,6 +242,8 @@ def test_what_cannot_be_trained_on(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="holds no images; expected files that end in"):
         read_images(tmp_path / "empty")
+    with pytest.raises(InputError, match="size of at least 1 pixel, got 0"):
+        read_images(tmp_path, size=0)
     with pytest.raises(InputError, match="FOLDER@SIDE"):
         read_images(f"{tmp_path}@many")
     for images, words in (
@@ -248,11 +265,12 @@ def test_what_cannot_be_trained_on(tmp_path: Path) -> None:
             tmp_path / "x.safetensors",
             classifier=nn.Sequential(nn.Flatten(), nn.LSTM(192, 4)),
         )
-    with pytest.raises(InputError, match="is for 3 channels, the images have 2"):
+    with pytest.raises(InputError, match=r"is for 3 channels, the images have 2; .*--channels 3"):
         train_denoiser(
             torch.rand(30, 2, 8, 8), DenoiserRecipe(steps=1), tmp_path / "x.safetensors", start=Denoiser(**SMALL)
         )
-    for wrong in ({"steps": 1, "minutes": 1.0}, {}, {"steps": 0}, {"steps": 1, "sigmas": (0.5, 0.1)}):
+    bad: list[dict[str, Any]] = [{"sigmas": (0.5, 0.1)}, {"stability": -1.0}, {"stability": float("nan")}]
+    for wrong in ({"steps": 1, "minutes": 1.0}, {}, {"steps": 0}, *({"steps": 1, **one} for one in bad)):
         with pytest.raises(InputError, match="expected"):
             DenoiserRecipe(**wrong)
 
@@ -349,7 +367,9 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     assert "needs trained weights" in refused(capsys, *calibrate, "denoised@own.safetensors:small-cnn")
 
 
-def test_a_model_that_has_a_denoiser_is_not_told_to_get_one(small: Denoiser) -> None:
+def test_a_model_that_has_a_denoiser_is_not_told_to_get_one(
+    small: Denoiser, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked: dict[str, Any] = {"method": "rcp1", "epsilon": 0.1, "sigma": 1.0, "draws": 1, "seed": 0}
     data = toy(100, seed=1)
     with pytest.warns(
@@ -357,4 +377,6 @@ def test_a_model_that_has_a_denoiser_is_not_told_to_get_one(small: Denoiser) -> 
     ):
         keepcover.calibrate(nearest(), data, **asked)
     with pytest.warns(KeepcoverWarning, match="is right on only .* labels; fine-tune it under this noise"):
-        keepcover.calibrate(keepcover.denoised(nearest(), small), data, **asked)
+        predictor = keepcover.calibrate(keepcover.denoised(nearest(), small), data, **asked)
+    predictor.save(tmp_path / "p.safetensors")  # which knows it without the model
+    assert f"Warning: {predictor.warning}" in run(capsys, "show", tmp_path / "p.safetensors")[1].replace("\n", " ")

@@ -831,6 +831,13 @@ def test_a_useless_model_is_warned_about(model: nn.Module) -> None:
     assert str(caught[0].message) == predictor.warning
     assert f"Warning: {predictor.warning}" in repr(predictor)
     assert "put a denoiser before it" in (predictor.warning or "")
+    vectors = calibrate(model, (CAL[0].flatten(1), CAL[1]), method="rcp1", **{**ASK, "sigma": 9.0})
+    assert "sets hold about" in (vectors.warning or "")
+    assert "denoiser" not in (vectors.warning or "")  # it takes images
+    with pytest.warns(
+        KeepcoverWarning, match="right on only .*; noise takes little from it, so train it further with labels"
+    ):
+        calibrate(model, (CAL[0], CAL[1].roll(1)), method="rcp1", **ASK)
 
 
 @pytest.mark.parametrize("classes", [2, 3, 4])

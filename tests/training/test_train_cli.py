@@ -252,6 +252,9 @@ def test_base_without_labels(base: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "data without labels have no classes to join" in line
     assert "give --weights and --classes" in refused(capsys, *words, "--data", images, "--sigma", "0.5")
     assert "--sigma" in refused(capsys, *words)
+    np.savez(images, images=load_parts("digits")[0].images[:20].expand(-1, 3, -1, -1).numpy())
+    line = refused(capsys, *words, "--data", images, "--classes", "10", "--sigma", "0.5", "--restart")
+    assert "cannot take images of shape (3, 8, 8)" in line
 
 
 # -- kill -9 -----------------------------------------------------------------------------------------------------------
@@ -381,7 +384,10 @@ def test_ones_own_function_loads_its_own_weights(
         (["--epochs", "0"], ["epochs >= 1"]),
         (["--lr", "nan"], ["lr > 0", "finite"]),
         (["--pad", "-1"], ["0 pixels or more", "-1"]),
-        (["--batch-size", "2000"], ["one batch of 2000", "got 719"]),
+        (["--batch-size", "2000"], ["one batch of 2000", "got 719", "make batches smaller"]),
+        (["--teacher", "small-cnn"], ["small-cnn needs trained weights"]),
+        (["--teacher", "mirrored:small-cnn="], ["small-cnn needs trained weights"]),
+        (["--no-labels"], ["a trained network is needed", "give --weights"]),
         (["--data", "nowhere"], ["digits", "nowhere"]),
         (["--data", "cifar10"], ["--data-dir"]),
         (["--data", "digits+cifar10"], ["--data-dir"]),

@@ -133,6 +133,10 @@ def test_any_noise_trains_through_its_seam(noise: Noise) -> None:
         ({"labels": toy(20)[1] + 3}, "expected labels between 0 and 3 .the model has 4 outputs., got 3 to 6"),
         ({"labels": toy(20)[1].float()}, "expected integer class labels, got dtype torch.float32"),
         ({"model": lambda images: images}, "expected a torch module to train, got function"),
+        ({"model": fresh().requires_grad_(False)}, "parameters to train, got none from .*: they are all frozen"),
+        ({"model": nn.Flatten()}, "parameters to train, got none from Flatten"),
+        ({"sigma": None, "noise": "laplace"}, "expected noise as name:number"),
+        ({"images": toy(20)}, r"expected images \[n, ...\] as a tensor or array, got tuple"),
         ({"model": nn.RNN(4, 4)}, r"RNN cannot take images of shape \(1, 4, 4\) .*number of channels"),
         (
             {"model": nn.Sequential(nn.Flatten(), nn.LSTM(16, 4))},
@@ -171,6 +175,24 @@ def test_a_denoised_model_learns_what_its_classifier_said() -> None:
     tuned = fit_under_noise(model, images.numpy(), sigma=0.1, **options)
     assert tuned.sigma == 0.1
     assert right(tuned) > 0.8
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = fresh(), nn.Linear(2, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.used(images)
+
+
+def test_a_part_that_no_output_depends_on_does_no_harm() -> None:
+    """A second head, or the denoiser where there is no noise. A noise may have its name, as for calibrate."""
+    images, labels = toy(200, seed=1)
+    model = TwoHeads()
+    fit_under_noise(model, images, labels, noise="gaussian:0.1", epochs=20, lr=0.2, progress=False)
+    assert float((model(images).argmax(1) == labels).double().mean()) > 0.8
+    fit_under_noise(denoised(fresh(), Inverting()), images, labels, 0.0, epochs=1, progress=False)
 
 
 def test_pixels_that_are_not_in_units_of_sigma_are_warned_of() -> None:

@@ -405,8 +405,8 @@ def typed(group: Any, *but: str) -> str:
         "--data 'my photos' --part 2/4"
     """
     said = [(one.name, getattr(group, one.name)) for one in fields(group) if getattr(group, one.name) != one.default]
-    words = [(name.replace("_", "-"), shlex.quote(str(value))) for name, value in said if name not in but]
-    return " ".join(f"--{name} {value}" for name, value in words)
+    words = [(name.replace("_", "-"), value) for name, value in said if name not in but]
+    return " ".join(f"--{name}" if value is True else f"--{name} {shlex.quote(str(value))}" for name, value in words)
 
 
 def read_groups(path: Path, rows: Any = None) -> list[str]:

@@ -68,15 +68,19 @@ def check(using: opt.Model, given: opt.Data, look: Look, numerics: opt.Numerics)
     half for training.
     """
     seen = replace(given, part=given.part or "3/4")
+    if (
+        next_part(str(seen.part)) == seen.part
+    ):  # sigma is chosen on these points, which voids a promise calibrated on them
+        raise InputError(f"expected a part that leaves others to calibrate on, for instance 1/2, got {seen.part}")
     inputs = seen.inputs(labelled=True)
     network = using.load(len(inputs.class_names) or int(inputs.labels.max()) + 1)
     found = advice.check(numerics.smoother(network, get_noise(0.0), using.device), inputs.pair, **vars(look))
     others = replace(seen, part=next_part(str(seen.part)))
     # train base has a part of its own by default
     third = None if given.part is None or given.data in OFFICIAL else next_part(str(others.part))
-    rest = f"{opt.typed(using, 'model')} {opt.typed(others)}".strip()
+    rest = " ".join(filter(None, (opt.typed(using, "model"), opt.typed(others), opt.typed(numerics))))
     training = f"{opt.typed(using, 'model', 'model_output', 'fingerprint')} {opt.typed(replace(given, part=third))}"
-    shown = replace(found, model=shlex.quote(using.model), rest=rest, training=training.strip())
+    shown = replace(found, smoother=False, model=shlex.quote(using.model), rest=rest, training=training.strip())
     return ui.Answer(shown.to_dict(), [repr(shown)])
 
 

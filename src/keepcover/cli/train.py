@@ -152,21 +152,21 @@ def base(
         bits: Of a stored weight: 16, or 8 for half the size.
         checkpoint_seconds: Renew the checkpoint at the end of an epoch that finds it this old.
     """
-    law = noise.required()
-    if labels or has_labels(run.data):
+    law, known = noise.required(), has_labels(run.data)
+    if not labels and is_named(run.model) and not (run.weights and (known or classes)):
+        raise InputError(f"without labels a trained network is needed: give --weights and --classes of {run.model}")
+    if labels or known:
         training, test = run.parts()
         torch.manual_seed(run.seed)
         network = run.network(len(training.class_names), new_head=labels)
     else:
-        if is_named(run.model) and not (run.weights and classes):
-            raise InputError(f"without labels a trained network is needed: give --weights and --classes of {run.model}")
         network = run.network(classes or 0).to(run.device)
         training, test = parts_by(network, run.data, run.part, run.seed)
     teachers = {}
     for text in teacher or []:
         model, _, weights = text.partition("=")
         name = f"{model}={find_weights(weights).stem}" if weights else model
-        teachers[name] = _module(model, weights or None, len(training.class_names))
+        teachers[name] = _module(model, weights or None, len(training.class_names), fresh=False)
     how = {**recommended(run.model, schedule.optimiser), **run.augmentation(training), **opt.given(vars(schedule))}
     card = train_base(
         network,

@@ -288,7 +288,13 @@ def check_images(images: Any, first: bool = True) -> Tensor:
     Vectors [n, features] are not pixels: their units are their owner's, so their range is not judged. Integers [n, length] are
     tokens and stay what they are.
     """
-    images = torch.as_tensor(images)
+    try:
+        images = torch.as_tensor(images)
+    except (TypeError, ValueError, RuntimeError):
+        advice = "stack them into one, and give labels by themselves"
+        raise InputError(
+            f"expected images [n, ...] as a tensor or array, got {type(images).__name__}; {advice}"
+        ) from None
     if images.ndim < 2:
         raise InputError(f"expected images [n, ...], got shape {tuple(images.shape)}; add a batch dimension")
     if images.ndim == 2 and not images.is_floating_point() and images.dtype != torch.bool:

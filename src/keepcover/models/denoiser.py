@@ -106,7 +106,8 @@ class Denoised(nn.Module):
         """The same weights, bound to this noise: what every smoother runs. ``Gaussian(0)`` passes images on as they are."""
         if not isinstance(noise, Gaussian):
             raise InputError(f"the denoiser takes Gaussian noise away, got {noise}; use the classifier without it")
-        if self.sigma == noise.sigma:
+        # Weights that are loaded bring a sigma of their own, which the flags do not know of.
+        if self.sigma == noise.sigma and self.bound and self.denoises == (noise.sigma != 0):
             return self
         low, high = self.denoiser.sigmas
         if noise.sigma and not low <= noise.sigma <= high:
@@ -145,6 +146,9 @@ def denoised(model: Classifier, denoiser: Denoiser | str | Path | None = None) -
         raise InputError(f"expected a torch module to denoise for, got {type(model).__name__}; wrap a function in one")
     if any(isinstance(part, Denoised | Denoiser) for part in model.modules()):
         raise InputError("this model denoises already; use it as it is")
+    if not isinstance(denoiser, Denoiser | str | Path | None):
+        advice = "a network of your own goes into one module with the classifier"
+        raise InputError(f"expected a denoiser or its file, got {type(denoiser).__name__}; {advice}")
     network = denoiser if isinstance(denoiser, Denoiser) else load_denoiser(denoiser)
     parameter = next(model.parameters(), None)
     return Denoised(network if parameter is None else network.to(parameter.device), model)

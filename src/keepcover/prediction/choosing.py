@@ -61,13 +61,17 @@ def smoothers_of(
     if sigma == AUTO and noise is None:
         smoother = model if isinstance(model, Smoother) else Smoother(model, 0.0)
         grid = sigma_grid(sorted({epsilon for _, epsilon in levels}), norm, shape)
-        seen = [one for one in grid if _bound_quietly(smoother, one)]  # a denoiser has not seen every sigma
-        return [smoother.under(Gaussian(one)) for one in seen or grid]
+        return [smoother.under(Gaussian(one)) for one in seen_of(smoother, grid)]
     if isinstance(model, Smoother):
         if (sigma is not None or noise is not None) and one_noise(sigma, noise) != model.noise:
             raise InputError(f"the smoother already adds {model.noise}; leave sigma and noise out or make them agree")
         return [model]
     return [Smoother(model, one_noise(sigma, noise))]
+
+
+def seen_of(smoother: Smoother, grid: Sequence[float]) -> Sequence[float]:
+    """Those of a grid that a model which denoises has seen; all of them where that leaves none."""
+    return [one for one in grid if _bound_quietly(smoother, one)] or grid
 
 
 def _bound_quietly(smoother: Smoother, sigma: float) -> bool:

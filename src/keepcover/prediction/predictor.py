@@ -176,8 +176,16 @@ class Predictor:
         if self.accuracy is None or not self.noise.certifies:
             return None
         sizes = [one.size for one in self.levels.values() if one.size is not None and not one.full]
-        denoised = self.smoother is not None and hasattr(self.smoother.model, "under_noise")
-        return warning(self.noise, self.accuracy, max(sizes, default=None), self.task.candidates or 2, denoised)
+        return warning(self.noise, self.accuracy, max(sizes, default=None), self.task.candidates or 2, self._denoisable)
+
+    @property
+    def _denoisable(self) -> bool:
+        """Whether a denoiser could go before the model: inputs are images, and it has none. A file alone knows it too."""
+        known = None if self.identity is None else self.identity.structure
+        denoised = "denoises" in (known or {}).get("", {})
+        denoised |= self.smoother is not None and hasattr(self.smoother.model, "under_noise")
+        shape = None if self.inputs is None else self.inputs.shape
+        return not denoised and (shape is None or len(shape) == 3)
 
     @property
     def draws(self) -> int:

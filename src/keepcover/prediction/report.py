@@ -55,7 +55,7 @@ def wide(size: float, classes: int) -> bool:
     return size - 1 > SHARE * (classes - 1)
 
 
-def warning(noise: Noise, accuracy: Accuracy, size: float | None, classes: int, denoised: bool) -> str | None:
+def warning(noise: Noise, accuracy: Accuracy, size: float | None, classes: int, denoisable: bool) -> str | None:
     """What a user should know before relying on such sets; None where they will do."""
     lost = accuracy.lost(classes)
     if not lost and (size is None or not wide(size, classes)):
@@ -63,8 +63,10 @@ def warning(noise: Noise, accuracy: Accuracy, size: float | None, classes: int, 
     draws = f"{accuracy.noisy:.1%} of noisy draws under {noise}"
     draws += "" if accuracy.clean is None else f", on {accuracy.clean:.1%} without noise"
     sets = "sets will be large" if size is None else f"sets hold about {size:.1f} of {classes} labels"
+    if lost and accuracy.clean is not None and Accuracy(accuracy.clean).lost(classes):
+        return f"the model is right on only {draws}, and {sets}; noise takes little from it, so train it further with labels"
     if lost:
-        return f"the model is right on only {draws}, and {sets}; {'' if denoised else noise.before}{noise.remedy}"
+        return f"the model is right on only {draws}, and {sets}; {noise.before if denoisable else ''}{noise.remedy}"
     more = "" if noise.deterministic else " or more draws"
     return f"{sets}, although the model is right on {draws}; choose more or less noise, a smaller epsilon{more}, or improve the model"
 

@@ -121,7 +121,7 @@ def fit_under_noise(
     labels: Any = None,
     sigma: float | None = None,
     *,
-    noise: Noise | None = None,
+    noise: Noise | str | None = None,
     epochs: int = 30,
     batch_size: int = 128,
     lr: float = 3e-3,
@@ -151,7 +151,7 @@ def fit_under_noise(
         raise InputError("expected sigma, the standard deviation of Gaussian noise, or another noise: one of the two")
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch module to train, got {type(model).__name__}; wrap a function in a module")
-    law = Gaussian(sigma) if noise is None else noise  # type: ignore[arg-type]
+    law = Gaussian(sigma) if noise is None else get_noise(noise)  # type: ignore[arg-type]
     images, labels = check_images(images), None if labels is None else as_labels(labels)
     if len(images) == 0 or (labels is not None and len(labels) != len(images)):
         found = "no labels" if labels is None else str(len(labels))
@@ -159,7 +159,7 @@ def fit_under_noise(
     if batch_size > 0:  # batches of one size, so that few images are left for another epoch
         batch_size = len(images) // -(-len(images) // batch_size)
     recipe = Recipe(sigma or 0.0, epochs, batch_size, lr, warmup_epochs=3 * epochs // 10, seed=seed, **SMALL)
-    device = next(model.parameters()).device
+    device = next(model.parameters(), images).device
     # One that denoises knows what it is trained under.
     before, model = (cast(nn.Module, bound(model, one)) for one in (Gaussian(0.0), law))
     few = Views(images[:2], None, recipe, device, law)

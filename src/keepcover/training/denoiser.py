@@ -69,6 +69,8 @@ class DenoiserRecipe:
             raise InputError(f"expected minutes or steps, one of them, above 0; got {self.minutes} and {self.steps}")
         if self.crop < 1 or self.pixels < 1:
             raise InputError(f"expected crop >= 1 and pixels >= 1, got {self.crop} and {self.pixels}")
+        if not 0 <= self.stability < math.inf:  # below 0 it would learn to change what the classifier says
+            raise InputError(f"expected a finite stability >= 0, got {self.stability}")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -95,6 +97,8 @@ def read_images(
     tiles of 64 x 64 instead: mosaics keep many small images in few files. ``channels`` is 1, for classifiers of grey images,
     or 3; by default 1 where every image is grey, because noise then is one number per pixel, not three.
     """
+    if size < 1:
+        raise InputError(f"expected a size of at least 1 pixel, got {size}")
     found: dict[int, list[np.ndarray]] = {}
     for spec in [specs] if isinstance(specs, str | Path) else specs:
         for square in _squares(spec, size):
@@ -300,7 +304,8 @@ def _start(start: str | Path | Denoiser | None, channels: int, recipe: DenoiserR
         return Denoiser(channels, recipe.sigmas)
     network = start if isinstance(start, Denoiser) else load_denoiser(start)
     if network.channels != channels:
-        raise InputError(f"the denoiser to start from is for {network.channels} channels, the images have {channels}")
+        found = f"the denoiser to start from is for {network.channels} channels, the images have {channels}"
+        raise InputError(f"{found}; read them with as many (--channels {network.channels}), or start afresh")
     low, high = zip(network.sigmas, recipe.sigmas, strict=True)
     network.sigmas = (min(low), max(high))
     return network

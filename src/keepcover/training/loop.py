@@ -64,6 +64,9 @@ class Objective(ABC):
     def __init__(self, model: nn.Module, networks: Sequence[nn.Module] = (), compile: bool = False, **how: Any) -> None:
         """``networks`` are those that a step runs, as ``run``: through the compiler (``how``) where asked."""
         self.model, self.parameters = model, [one for one in model.parameters() if one.requires_grad]
+        if not self.parameters:
+            frozen = "they are all frozen, or there are none; model.requires_grad_(True) lets them learn"
+            raise InputError(f"expected parameters to train, got none from {type(model).__name__}: {frozen}")
         self.plain = list(networks)
         self.run: list[Any] = [torch.compile(one, **how) for one in networks] if compile else self.plain
 
@@ -100,7 +103,8 @@ class Loop:
 
     def __init__(self, objective: Objective, recipe: Recipe, count: int, device: Device, say: Say = print) -> None:
         if count < recipe.batch_size:
-            raise InputError(f"expected at least one batch of {recipe.batch_size} images, got {count}")
+            found = f"expected at least one batch of {recipe.batch_size} images, got {count}"
+            raise InputError(f"{found}; make batches smaller (--batch-size) or give more images")
         self.objective, self.recipe, self.fixed = objective, recipe, recipe
         self.count, self.device, self.say = count, torch.device(device), say
         self.steps_per_epoch = count // recipe.batch_size
@@ -113,7 +117,8 @@ class Loop:
 
     def _step(self) -> None:
         loss = self.objective(self.index)
-        gradients = torch.autograd.grad(loss, self.optimiser.parameters)
+        # A part that no output depends on, such as a second head, is left alone but for its decay.
+        gradients = torch.autograd.grad(loss, self.optimiser.parameters, materialize_grads=True)
         self.optimiser.step(clipped(gradients, self.recipe.clip) if self.recipe.clip else gradients)
         if self.average:
             self.average.step(self.objective.state())
