@@ -68,9 +68,8 @@ def check(using: opt.Model, given: opt.Data, look: Look, numerics: opt.Numerics)
     half for training.
     """
     seen = replace(given, part=given.part or "3/4")
-    if (
-        next_part(str(seen.part)) == seen.part
-    ):  # sigma is chosen on these points, which voids a promise calibrated on them
+    # Sigma is chosen on these points, which would void a promise that is calibrated on them.
+    if next_part(str(seen.part)) == seen.part:
         raise InputError(f"expected a part that leaves others to calibrate on, for instance 1/2, got {seen.part}")
     inputs = seen.inputs(labelled=True)
     network = using.load(len(inputs.class_names) or int(inputs.labels.max()) + 1)
