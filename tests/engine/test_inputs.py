@@ -204,6 +204,8 @@ def test_labels_that_do_not_match_are_refused() -> None:
 @pytest.mark.parametrize("data", ["images.pt", b"bytes", {"images": IMAGES}, 3, None])
 def test_what_is_no_data_is_refused(data: Any) -> None:
     refused("tensor or array, .* a dataset or a loader, got", data)
+    with pytest.raises(InputError, match=r"tensor or array, .* a dataset or a loader, got"):
+        length(data)  # what calibration asks first
 
 
 def test_batches_of_three_things_are_refused() -> None:

@@ -147,6 +147,7 @@ def length(data: Any) -> int | None:
         return picked // data.batch_size * data.batch_size if data.drop_last and data.batch_size else picked
     if isinstance(data, tuple | list):  # of batches
         return sum(len(_pair(batch)[0]) for batch in data)
+    _check_data(data)
     return len(data) if isinstance(data, Sized) else None
 
 
@@ -163,6 +164,12 @@ def in_order(data: Any) -> int | None:
             what = "groups belong to points by their places, and this loader reads points in an order of its own"
             raise InputError(f"{what}: give its dataset, or a loader that does not shuffle")
     return length(data)
+
+
+def _check_data(data: Any) -> None:
+    if not isinstance(data, Tensor | Dataset | Iterable) or isinstance(data, str | bytes | dict):
+        wanted = "images as a tensor or array, (images, labels), a dataset or a loader"
+        raise InputError(f"expected {wanted}, got {type(data).__name__}")
 
 
 def _in_one_piece(data: Any) -> tuple[Any, Any]:
@@ -381,11 +388,9 @@ def _raw_batches(data: Any, size: int | None = None) -> Iterator[Any]:
     elif isinstance(data, Dataset):
         own: Any = getattr(data, "loader", None)  # one with workers
         yield from DataLoader(data, batch_size=size or _USUAL) if own is None else own(size or _USUAL)
-    elif isinstance(data, Iterable) and not isinstance(data, str | bytes | dict):
-        yield from data
     else:
-        wanted = "images as a tensor or array, (images, labels), a dataset or a loader"
-        raise InputError(f"expected {wanted}, got {type(data).__name__}")
+        _check_data(data)
+        yield from data
 
 
 def _pair(raw: Any) -> tuple[Any, Any]:
