@@ -751,7 +751,7 @@ def test_what_calibration_warns_of_is_told_on_the_page() -> None:
         epsilons=(0.0, 0.1),
     )
     lineup.predictor("exact", 0.1, 4)
-    assert any("fine-tune it under" in note for note in lineup.notes)
+    assert any("train it further with labels" in note for note in lineup.notes)
     assert not any("return everything" in note for note in lineup.notes)
 
 

@@ -115,3 +115,38 @@ def test_sizes_between_thresholds_are_those_of_a_fine_grid(method: str, monkeypa
         between.append(rule.estimated_size(usual) / wanted)
     assert max(whole) > 1.05
     assert between == pytest.approx([1.0] * 4, rel=0.03)
+
+
+def test_few_held_out_points_do_not_make_a_majorant_explode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A g that is 0 on 20 points and large behind them spends up to half of the budget of 180 points on g(N) alone."""
+
+    def tops() -> list[float]:
+        found = []
+        for seed in range(8):
+            generator = torch.Generator().manual_seed(seed)
+            means = torch.rand(20, 10, generator=generator) * 4
+            means[:, 0] = 0.7 * torch.randn(20, generator=generator)
+            scores = means[..., None] + torch.randn(20, 10, 64, generator=generator)
+            asked = Asked(0.1, Threat(Gaussian(1.0), 0.5), draws=4, n=180, candidates=10, calibration_draws=64)
+            holdout = holdout_of(scores, torch.zeros(20, dtype=torch.int64))
+            found.append(get_method("exact_asymmetric").fit(asked, holdout).g[-1])  # type: ignore[attr-defined]
+        return found
+
+    assert max(tops()) < 1.01  # h(1) = 1: less is impossible
+    monkeypatch.setattr("keepcover.methods.choosing._price", lambda *_: 0.0)
+    assert max(tops()) > 8
+
+
+def test_nothing_lies_between_scores_that_have_few_values() -> None:
+    """No calibration finds a threshold there: half a step would promise sets that nobody gets."""
+    generator = torch.Generator().manual_seed(0)
+    labels, excess = torch.zeros(100, dtype=torch.int64), np.array([1.0, -1.0, -2.0])
+    coarse = torch.randint(2, (100, 3, 4), generator=generator).float()
+    holdout = holdout_of(coarse, labels)
+    assert holdout.thresholds.tolist() == [0.0, 1.0, math.inf]
+    assert float(holdout.crossing(excess)) == 1.0
+    holdout = holdout_of(torch.rand(2000, 3, 4, generator=generator), torch.zeros(2000, dtype=torch.int64))
+    excess = np.linspace(1, -1, len(holdout.thresholds)) + 1e-4
+    first = int((excess <= 0).argmax())
+    assert first - 1 < float(holdout.crossing(excess)) < first
+    assert float(holdout.crossing(np.full(len(holdout.thresholds), 1.0))) == len(holdout.thresholds) - 1  # none fits

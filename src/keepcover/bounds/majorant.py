@@ -73,7 +73,8 @@ def majorant(
         (array([0., 1.]), 0.1)
     """
     steps = breakpoints(counts.calibration_draws)
-    cost = np.array([weights.sum(), *(weights[j:].sum() + INCREMENT_COST for j in steps)]) + price
+    # Points with nothing to cover weigh nothing, but how many there are differs from sample to sample: g(0) costs as if none were.
+    cost = np.array([1.0, *(weights[j:].sum() + INCREMENT_COST for j in steps)]) + price
     q, expect, need = _cells(counts, kappa, gamma)
     tight = np.flatnonzero(expect @ _solve(cost, expect, need) - need < 1e-7)
     tight = np.clip(tight, 1, max(len(q) - 3, 1))

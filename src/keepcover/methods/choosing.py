@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import numpy as np
 from numpy import ndarray
 
 from keepcover.bounds import hull_levels, majorant, majorant_cost
 from keepcover.methods.base import Asked
-from keepcover.methods.holdout import Holdout, between, crossing
+from keepcover.methods.holdout import Holdout, between
 
 
 def candidates(asked: Asked) -> tuple[ndarray, ndarray]:
@@ -36,7 +35,7 @@ def _hull_sizes(asked: Asked, holdout: Holdout, gamma: float) -> tuple[ndarray, 
     missed = law[:, ::-1].cumsum(axis=1)[:, ::-1]  # [t, j]: share of points with at least j draws above t
     n, promise = asked.cell_points, asked.promise
     share = np.array([promise.share(n, float(a)) for a in level]) if promise.clauses else level
-    at = crossing(missed[:, c + 1] - share)
+    at = holdout.crossing(missed[:, c + 1] - share)
     by_kappa = {int(k): holdout.size(asked.draws, int(k), gamma) for k in np.unique(kappa)}
     size = np.array([between(by_kappa[int(k)], i) for k, i in zip(kappa, at, strict=True)])
     # Too few calibration points for that level: the threshold would be infinite.
@@ -65,44 +64,53 @@ def best_majorant_rule(
     asked: Asked, holdout: Holdout, gammas: tuple[float, ...]
 ) -> tuple[int, float, tuple[float, ...]]:
     """kappa, gamma and g with the smallest estimated set size."""
-    law, counts = holdout.count_law(asked.per_point), asked.counts
+    law, counts, price = holdout.count_law(asked.per_point), asked.counts, _price(asked, len(holdout))
     found = []
     for gamma in gammas:
         for kappa, start in _likely_kappas(asked, holdout, gamma):
-            at = _smallest_threshold(asked, law, kappa, gamma, start)
+            at = holdout.crossing(_excess(asked, law, kappa, gamma, start, price))
             found.append((float(between(holdout.size(asked.draws, kappa, gamma), at)), kappa, gamma, at))
     _, kappa, gamma, at = min(found)
-    g, _ = majorant(between(law, at), counts, kappa, gamma, _price(asked))
+    g, _ = majorant(law[math.ceil(at)], counts, kappa, gamma, price)
     return kappa, gamma, tuple(float(value) for value in g)
 
 
-def _smallest_threshold(asked: Asked, law: ndarray, kappa: int, gamma: float, start: int) -> float:
-    """Where the smallest threshold lies whose majorant fits into alpha on the holdout: gallop from ``start``, then bisect.
-
-    Whether one fits is not monotone where the budget depends on the top of g, so the path is part of the choice.
+def _excess(asked: Asked, law: ndarray, kappa: int, gamma: float, start: int, price: float) -> ndarray:
+    """By how much majorants are over alpha on the holdout, at the smallest threshold that fits and ahead of it: gallop from ``start``,
+    then bisect. Whether one fits is not monotone where the budget depends on the top of g, so the path is part of the choice.
     """
-    level, n, price, last = asked.level, asked.cell_points, _price(asked), len(law) - 1
+    level, n, last = asked.level, asked.cell_points, len(law) - 1
+    found = np.full(len(law), np.nan)
+    found[last] = 0.0
 
-    @cache
-    def excess(at: int) -> float:
-        mean, top = majorant_cost(law[at], asked.counts, kappa, gamma, price)
-        return n * mean - float(asked.promise.budget(n, level, top)) if at < last else 0.0
+    def over(at: int) -> float:
+        if np.isnan(found[at]):
+            mean, top = majorant_cost(law[at], asked.counts, kappa, gamma, price)
+            found[at] = n * mean - float(asked.promise.budget(n, level, top))
+        return float(found[at])
 
     low, high, step = 0, start, 4
-    while excess(high) > 0:
+    while over(high) > 0:
         low, high, step = high + 1, min(high + step, last), 2 * step
     step = 4
     while low < high:
         middle = max(low, high - step) if step else (low + high) // 2
-        if excess(middle) <= 0:
+        if over(middle) <= 0:
             high, step = middle, 2 * step
         else:
             low, step = middle + 1, 0
-    return high - 1 + float(crossing(np.array([excess(high - 1), excess(high), 0.0]))) if 0 < high < last else high
+    if high:
+        found[high - 1], found[: high - 1] = max(over(high - 1), 0.0), np.inf
+    return found
 
 
-def _price(asked: Asked) -> float:
-    """What clauses charge for the top of g, per point and unit, beyond what the marginal promise does."""
+def _price(asked: Asked, held: int) -> float:
+    """What the top of g costs, per calibration point and unit: the budget that it takes, and what the holdout does not show.
+
+    A new point has more draws above t than all that are held out with probability 1 / (held + 1). Without a price few points
+    choose a g that is 0 on them and explodes behind them: with 50 held out of 500, sets of 1.76 labels, at worst 2.5, in place of 1.70
+    and 1.84 on CIFAR-10 (4 draws, 20 calibrations).
+    """
     n, level = asked.cell_points, asked.level
     low, high = (asked.promise.budget(n, level, top) for top in (1.0, 1.25))
-    return max(0.0, (low - high) / 0.25 - 1.0) / n if asked.promise.clauses else 0.0
+    return max(0.0, float(low - high) / 0.25) / n + 1 / (held + 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from keepcover.bounds import covered_at_most_given
 from keepcover.errors import InputError
 from keepcover.methods.base import Explanation, Fit, Method, Rule, around
-from keepcover.methods.holdout import Holdout, between, crossing
+from keepcover.methods.holdout import Holdout, between
 from keepcover.promises import Sample
 from keepcover.promises.clause import smallest
 from keepcover.scores import Draws, Items, Tally
@@ -98,7 +98,7 @@ class CountRule(Rule):
         """What calibration keeps below alpha (or alpha'), minus it, at each threshold of a holdout's count law."""
 
     def estimated_size(self, holdout: Holdout) -> float:
-        at = crossing(self.holdout_risk(holdout.count_law(self.calibration_draws)))
+        at = holdout.crossing(self.holdout_risk(holdout.count_law(self.calibration_draws)))
         return float(between(holdout.size(self.test_draws, self.kappa, self.gamma), float(at)))
 
 

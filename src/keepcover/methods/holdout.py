@@ -26,21 +26,6 @@ ORDER = Reading(order=True)
 THRESHOLDS = 256
 
 
-def crossing(excess: ndarray) -> Any:
-    """Where along the thresholds an excess ``[t, ...]`` falls to 0, between two of them: one whole step is several percent of a set
-    of many labels, more than good rules differ by. The last threshold is infinite, and nothing lies ahead of it.
-
-    Example:
-        >>> crossing(np.array([[3.0, 3.0], [1.0, 1.0], [-1.0, 1.0], [-2.0, 0.0]]))
-        array([1.5, 3. ])
-    """
-    fits, last = excess <= 0, len(excess) - 1
-    first = np.where(fits.any(axis=0), fits.argmax(axis=0), last)
-    before, after = (np.take_along_axis(excess, np.maximum(at, 0)[None], axis=0)[0] for at in (first - 1, first))
-    inside = (first > 0) & (first < last)
-    return first - np.where(inside, after / np.where(inside, after - before, 1.0), 0.0)
-
-
 def between(table: ndarray, at: float) -> Any:
     """What a table of thresholds has at one of them, or between two.
 
@@ -107,14 +92,37 @@ class Holdout:
         return self._steps[ptt, alpha]
 
     @cached_property
+    def _pooled(self) -> ndarray:
+        """All scores of the truth, ascending."""
+        return self.items().draws.values.flatten().double().sort().values.cpu().numpy()
+
+    @cached_property
     def thresholds(self) -> Float[ndarray, " t"]:
         """Ascending candidates for t: quantiles of the truth's scores, dense towards the top, and +inf."""
-        pooled = self.items().draws.values.flatten().double().sort().values.cpu().numpy()
+        pooled = self._pooled
         if not len(pooled):
             return np.array([-np.inf, np.inf])  # nothing to miss anywhere
         exceed = np.geomspace(0.98, 1 / len(pooled), THRESHOLDS)
         at = np.clip((len(pooled) * (1 - exceed)).round().astype(int), 0, len(pooled) - 1)
         return np.append(np.unique(pooled[at]), np.inf)
+
+    def crossing(self, excess: ndarray) -> Any:
+        """Where along the thresholds an excess ``[t, ...]`` falls to 0, between two of them: one whole step is several percent of a set
+        of many labels, more than good rules differ by. Where the truth's scores have no value between two thresholds no
+        calibration will find one there, and beyond the last finite one nothing lies.
+        """
+        fits, last = excess <= 0, len(excess) - 1
+        first = np.where(fits.any(axis=0), fits.argmax(axis=0), last)
+        before, after = (np.take_along_axis(excess, np.maximum(at, 0)[None], axis=0)[0] for at in (first - 1, first))
+        inside = self._dense[first]
+        return first - np.where(inside, after / np.where(inside, after - before, 1.0), 0.0)
+
+    @cached_property
+    def _dense(self) -> ndarray:
+        """Whether scores of the truth lie between each threshold and the one before it."""
+        pooled, grid = self._pooled, self.thresholds[:-1]
+        low, high = np.searchsorted(pooled, grid[:-1], side="right"), np.searchsorted(pooled, grid[1:])
+        return np.concatenate([[False], low < high, [False]])
 
     @cached_property
     def _true(self) -> ndarray:
