@@ -83,7 +83,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         folders = ["."] if flat else _class_folders(root)
         self.class_names = () if flat else tuple(folders) if names is None else _read_names(names, folders)
         self._files: list[tuple[str, int]] = []  # path under the root, bytes
-        labels, seen = [], {root.resolve(): "."}
+        labels, seen = [], {_number(root): "."}
         for label, folder in enumerate(folders):
             listed = sorted(_images_in(root, folder, seen))
             if not listed:
@@ -183,6 +183,13 @@ def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
         yield name, found
 
 
+def _number(folder: Path) -> tuple[int, int]:
+    """What a folder is, whichever path leads to it. Resolving a path looks at every folder above it: quadratic in the depth."""
+    with refusing(f"cannot list {folder}", OSError, advice="expected a folder of class folders"):
+        found = folder.stat()
+    return found.st_dev, found.st_ino
+
+
 def _class_folders(root: Path) -> list[str]:
     folders = sorted(name for name, found in _entries(root) if stat.S_ISDIR(found.st_mode))
     if len(folders) < 2:
@@ -191,7 +198,7 @@ def _class_folders(root: Path) -> list[str]:
     return folders
 
 
-def _images_in(root: Path, folder: str, seen: dict[Path, str]) -> Iterator[tuple[str, int]]:
+def _images_in(root: Path, folder: str, seen: dict[tuple[int, int], str]) -> Iterator[tuple[str, int]]:
     """Every image below a folder, with its size in bytes.
 
     ``seen`` are the folders listed so far. Each is listed once: links would else let a few folders hold images without end,
@@ -200,7 +207,7 @@ def _images_in(root: Path, folder: str, seen: dict[Path, str]) -> Iterator[tuple
     todo = [folder]
     while todo:
         here = todo.pop()
-        earlier = seen.setdefault((root / here).resolve(), here)
+        earlier = seen.setdefault(_number(root / here), here)
         if earlier != here:
             linked = f"{root / here} is a link to {root / earlier}"
             raise InputError(f"{linked}, so its images would come twice or never end; remove the link")
