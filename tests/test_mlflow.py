@@ -106,6 +106,15 @@ def test_safetensors_and_text_are_all_that_is_written(mlflow: Any, small: Any, t
     assert "torch==" in needed
 
 
+def test_weights_with_a_plus_in_their_name_are_one_file(mlflow: Any, small: Any, tmp_path: Path) -> None:
+    predictor, how = small
+    own = Path(how["weights"]).rename(tmp_path / "a+b.safetensors")
+    flavor.save_model(predictor, tmp_path / "model", **{**how, "weights": str(own)})
+    own.unlink()
+    served = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    assert len(served.predict(np.zeros((2, 1, 8, 8), np.float32))) == 2
+
+
 @pytest.mark.parametrize("kind", ["pt2", "onnx", "function"])
 def test_every_kind_of_model(mlflow: Any, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, images = nearest(), toy(4)[0]

@@ -9,6 +9,7 @@ from keepcover.pages import plots
 PHASES = {"quiet": "as calibrated", "drift": "drifted", "renewed": "drifted, recalibrated"}
 
 
+@plots.styled
 def draw(rows: list[dict[str, Any]], per: int) -> Any:
     """Both kinds of evidence on a logarithmic axis, the alarm, and where drift and recalibration begin; a row is ``per`` queries."""
     figure, axis = plots.subplots(figsize=(8.4, 3.2), layout="constrained")

@@ -13,6 +13,7 @@ ALPHA, R = 0.1, 0.5  # r = epsilon / sigma, as everywhere in these pages
 CLEAN, ATTACKED, LINE = plots.CERTIFIED, plots.VANILLA, plots.INK
 
 
+@plots.styled
 def draw() -> Any:
     """Two panels with the same two densities: what lies left of the line is covered."""
     x = np.linspace(-3.2, 4.2, 400)

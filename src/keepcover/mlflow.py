@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +22,7 @@ import keepcover
 from keepcover.errors import InputError, install
 from keepcover.prediction import Predictor
 from keepcover.prediction.artifact import restore
-from keepcover.specs import load_predictor
+from keepcover.specs import load_predictor, with_files, with_weights_files
 
 if TYPE_CHECKING:
     from mlflow.models.model import ModelInfo  # pyright: ignore[reportMissingImports]
@@ -80,8 +80,8 @@ def save_model(
             restore(predictor)  # says what is wrong with it
             shutil.copyfile(predictor, data / FILE)
         kept = partial(_kept, data=data)
-        reference = {"model": _each(model, kept), "model_output": model_output, "fingerprint": fingerprint}
-        reference["weights"] = None if weights is None else _weights(weights, kept)
+        reference = {"model": with_files(model, kept), "model_output": model_output, "fingerprint": fingerprint}
+        reference["weights"] = weights and with_weights_files(weights, kept)
         made = _load(data, reference)
         if made.rule.asked.promise.groups is not None:
             raise InputError("the promise is per group, and no query of MLflow can say its group; use keepcover serve")
@@ -104,24 +104,6 @@ def log_model(predictor: Predictor | str | Path, name: str, **options: Any) -> M
     """Log a predictor to the active run of MLflow; ``options`` are those of :func:`save_model`, and ``registered_model_name``."""
     log = _mlflow().models.Model.log
     return log(artifact_path=None, flavor=sys.modules[__name__], name=name, predictor=predictor, **options)
-
-
-def _each(spec: str, change: Callable[[str], str]) -> str:
-    """A model's specification with every file in it changed.
-
-    Example:
-        >>> _each("denoised@den.safetensors:net.onnx", str.upper), _each("denoised:net.pt2", str.upper)
-        ('denoised@DEN.SAFETENSORS:NET.ONNX', 'denoised:NET.PT2')
-    """
-    front, colon, behind = spec.partition(":")
-    if colon and front.split("@")[0] == "denoised":
-        name, at, file = front.partition("@")
-        return f"{name}{at}{change(file) if at else ''}:{_each(behind, change)}"
-    return change(spec)
-
-
-def _weights(spec: str, change: Callable[[str], str]) -> str:
-    return change(spec) if Path(spec).is_file() else "+".join(map(change, spec.split("+")))
 
 
 def _kept(name: str, data: Path) -> str:
@@ -165,9 +147,9 @@ def _load(data: Path, reference: dict[str, Any], device: str | None = None) -> P
     def found(name: str) -> str:
         return str(data / name) if (data / name).exists() else name
 
-    weights = reference["weights"] and "+".join(map(found, reference["weights"].split("+")))
+    weights = reference["weights"] and with_weights_files(reference["weights"], found)
     how = (reference["model_output"], None, reference["fingerprint"])
-    return load_predictor(data / FILE, _each(reference["model"], found), weights, device, *how)
+    return load_predictor(data / FILE, with_files(reference["model"], found), weights, device, *how)
 
 
 class Served:

@@ -80,6 +80,31 @@ def load_model(
     return _from_function(spec, device)
 
 
+def with_files(spec: str, change: Callable[[str], str]) -> str:
+    """A model's specification with every file in it changed.
+
+    Example:
+        >>> with_files("denoised@den.safetensors:net.onnx", str.upper), with_files("denoised:net.pt2", str.upper)
+        ('denoised@DEN.SAFETENSORS:NET.ONNX', 'denoised:NET.PT2')
+    """
+    front, colon, behind = spec.partition(":")
+    if colon and front.split("@")[0] == "denoised":
+        name, at, file = front.partition("@")
+        return f"{name}{at}{file and change(file)}:{with_files(behind, change)}"
+    return change(spec)
+
+
+def with_weights_files(spec: str, change: Callable[[str], str]) -> str:
+    """The same for weights, ``BASE+HEAD``; a file that is there is one, whatever characters its name has."""
+    whole = change(spec)
+    return whole if whole != spec or Path(spec).is_file() else "+".join(map(change, spec.split("+")))
+
+
+def full_path(name: str) -> str:
+    """A file or folder that is there by its full path; other names as they are."""
+    return str(Path(name).resolve()) if os.path.exists(name) else name  # noqa: PTH110
+
+
 def _with_weights(model: nn.Module, weights: str | Path | None) -> nn.Module:
     if weights is None:
         return model

@@ -199,6 +199,15 @@ def test_training_removes_noise(tmp_path: Path) -> None:
     assert again["psnr_held_out"]["0.25"] > card["psnr_held_out"]["0.25"]
 
 
+def test_training_takes_the_steps_asked_for_and_leaves_the_global_generator(tmp_path: Path) -> None:
+    assert [DenoiserRecipe(steps=steps).steps_per_epoch for steps in (7, 100, 150, 1500)] == [7, 100, 75, 100]
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    card = train_denoiser(photographs(), DenoiserRecipe(steps=102, pixels=2**9), tmp_path / "own.safetensors", say=str)
+    assert card["steps"] == 102  # two epochs of 51
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_training_by_minutes_takes_as_many_steps_as_fit(tmp_path: Path) -> None:
     recipe = DenoiserRecipe(minutes=1e-3, pixels=2**9)
     card = train_denoiser(

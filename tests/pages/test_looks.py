@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from keepcover import calibrate_outputs
-from keepcover.pages.plots import shaded, sorted_intervals
+from keepcover.pages.plots import shaded, size_shares, sorted_intervals, svg
 from keepcover.pages.predictor_page import predictor_page
 from keepcover.pages.report import Page
 from keepcover.tasks import PredictionIntervals, Segmentation
@@ -105,3 +105,13 @@ def test_several_true_labels_are_named() -> None:
     assert any(", " in example.title.removesuffix(", missed") for example in examples)
     assert "(promised: at most 10.0%)" in page.conclusion
     assert len(sets) == 20
+
+
+def test_figures_have_the_style_and_leave_that_of_others() -> None:
+    from matplotlib import rcParams
+
+    before = dict(rcParams)
+    figure = size_shares({"exact": [0.1, 0.7, 0.2]})
+    svg(figure)
+    assert dict(rcParams) == before
+    assert not figure.get_axes()[0].spines["top"].get_visible()

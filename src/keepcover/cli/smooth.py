@@ -14,7 +14,7 @@ from keepcover.cli import options as opt
 from keepcover.errors import InputError
 from keepcover.models import is_named
 from keepcover.prediction.question import budget
-from keepcover.specs import load_model
+from keepcover.specs import full_path, load_model, with_files, with_weights_files
 from keepcover.store import LogitStore, StoreKey, size_in_words
 from keepcover.store.cluster import Cluster
 
@@ -109,8 +109,9 @@ def smooth(
         from keepcover.store.cluster.ray import fill
 
         # A worker need not run in this folder: files go by their full path.
-        named = str(Path(using.model).resolve()) if Path(using.model).is_file() else using.model
-        build = partial(load_model, named, using.weights, len(labelled.class_names), key.device, using.model_output)
+        named = with_files(using.model, full_path)
+        weights = using.weights and with_weights_files(using.weights, full_path)
+        build = partial(load_model, named, weights, len(labelled.class_names), key.device, using.model_output)
         with redirect_stdout(io.StringIO()):  # what Ray prints stays off the screen and out of --json
             factory = None if is_named(using.model) else build
             done = fill(store, smoother, labelled.pair, draws, cluster, factory=factory)

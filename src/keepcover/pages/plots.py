@@ -9,9 +9,10 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -35,9 +36,23 @@ STYLE |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"
 STYLE |= {f"{part}color": INK for part in ("grid.", "text.", "axes.label", "axes.edge", "xtick.", "ytick.")}
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def styled(draw: Callable[P, T]) -> Callable[P, T]:
+    """A function that draws or saves, in the house's style; a notebook's own figures keep theirs."""
+
+    @wraps(draw)
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> T:
+        with optional("matplotlib", "figures need matplotlib", "report").rc_context(STYLE):
+            return draw(*args, **kwargs)
+
+    return drawn
+
+
 def subplots(rows: int = 1, columns: int = 1, figsize: Any = None, layout: Any = None, **how: Any) -> tuple[Any, Any]:
-    """A figure in the house's style and its axes."""
-    optional("matplotlib", "figures need matplotlib", "report").rcParams.update(STYLE)
+    """A figure and its axes, for what is :func:`styled`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize, layout=layout)
@@ -47,6 +62,7 @@ def subplots(rows: int = 1, columns: int = 1, figsize: Any = None, layout: Any =
 # -- the forms of a figure ---------------------------------------------------------------------------------------------
 
 
+@styled
 def _saved(figure: Any, form: str, unsaid: Sequence[str], **options: Any) -> bytes:
     """A file of the figure, reproducible byte for byte. The layout is computed once: every form then looks the same."""
     if figure.get_constrained_layout():
@@ -153,6 +169,7 @@ def in_groups(curves: Mapping[str, Curve]) -> list[dict[str, Curve]]:
     return [{name: curves[name] for name in names[at : at + size]} for at in range(0, len(names), size)]
 
 
+@styled
 def radius_curves(
     curves: Mapping[str, Curve],
     certified: Mapping[str, bool],
@@ -180,6 +197,7 @@ def radius_curves(
     return figure
 
 
+@styled
 def size_against_coverage(points: Mapping[str, Curve], alpha: float, certified: Mapping[str, bool]) -> Any:
     """Methods by their coverage and mean size: (coverage, size, deviations of both over splits); hollow: not certified."""
     figure, axis, styles = _named_lines([*points])
@@ -201,6 +219,7 @@ def size_against_coverage(points: Mapping[str, Curve], alpha: float, certified: 
     return figure
 
 
+@styled
 def score_densities(before: Tensor, after: Tensor, alpha: float) -> Any:
     """True-label scores under noise, before and after PTT, with the quantile that the threshold comes from."""
     figure, axes = subplots(2, 1, figsize=(WIDTH, 3.6), sharex=True, layout="constrained")
@@ -215,6 +234,7 @@ def score_densities(before: Tensor, after: Tensor, alpha: float) -> Any:
     return figure
 
 
+@styled
 def clean_and_attacked(
     rows: Sequence[Mapping[str, Any]], alpha: float, panels: Sequence[str] = ("coverage", "size")
 ) -> Any:
@@ -247,6 +267,7 @@ def clean_and_attacked(
     return figure
 
 
+@styled
 def size_shares(shares: Mapping[str, Sequence[float]]) -> Any:
     """Share of sets with 0, 1, 2, ... labels, a panel per method."""
     last = max(size for counts in shares.values() for size, share in enumerate(counts) if share)
@@ -266,6 +287,7 @@ def size_shares(shares: Mapping[str, Sequence[float]]) -> Any:
     return figure
 
 
+@styled
 def coverage_by_class(names: Sequence[str], shares: Sequence[tuple[float, float, float]], alpha: float) -> Any:
     """Coverage of each true class as (mean, low, high), the first on top, with the promised average."""
     figure, axis = subplots(figsize=(WIDTH, 0.24 * len(names) + 1.0), layout="constrained")
@@ -304,6 +326,7 @@ def shaded(
     return found
 
 
+@styled
 def scenes_figure(
     rows: Sequence[Sequence[tuple[Tensor, Tensor | None]]], names: Sequence[str], said: Sequence[str] = ()
 ) -> Any:
@@ -333,6 +356,7 @@ def scenes_figure(
     return figure
 
 
+@styled
 def sorted_intervals(ends: Tensor, truth: Tensor) -> Any:
     """Intervals [n, 2] side by side in their order, with the truth as a dot, red where it is missed; infinite ends reach the frame."""
     figure, axis = subplots(figsize=(2 * WIDTH, 3.0), layout="constrained")

@@ -26,7 +26,7 @@ from numpy import ndarray
 from scipy.optimize import brentq
 from scipy.special import logit, ndtr, ndtri
 
-from keepcover.pages.plots import COLORS, GUIDE, INK, subplots
+from keepcover.pages.plots import COLORS, GUIDE, INK, styled, subplots
 
 LOW, MIDDLE, HIGH = -0.5, 0.0, 0.5
 
@@ -313,6 +313,7 @@ BEFORE = {"color": COLORS[1], "ls": "--"}
 AFTER = {"color": COLORS[0], "ls": "-"}
 
 
+@styled
 def failure_case_figure() -> Any:
     """Smoothed scores of the failure case, and their cdfs with the threshold where they meet 1 - alpha."""
     figure, (scores, cdfs) = _panels(2)
@@ -339,6 +340,7 @@ def failure_case_figure() -> Any:
     return figure
 
 
+@styled
 def sigmoid_cdf_figure() -> Any:
     """The cdf of a uniform score before and after the sigmoid: flat where it meets 1 - alpha."""
     figure, (before, after) = _panels(2, sharey=True)
@@ -358,6 +360,7 @@ def sigmoid_cdf_figure() -> Any:
     return figure
 
 
+@styled
 def one_dimensional_figure() -> Any:
     """The 1-D example: smoothed scores, how far the set's edge moves when tau is inflated, and sizes over sigma."""
     epsilon, alpha, sigma = 0.01, 0.1, 0.1

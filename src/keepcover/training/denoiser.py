@@ -74,15 +74,20 @@ class DenoiserRecipe:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Images are drawn at random, so an epoch is a number of steps: the loop looks up after each."""
-        return min(EPOCH, self.steps or EPOCH)
+        """Images are drawn at random, so an epoch is a number of steps: the loop looks up after each. Epochs are equal, so a
+        run may have a few steps less than asked for, fewer than it has epochs.
+        """
+        return (self.steps or EPOCH) // self._epochs
+
+    @property
+    def _epochs(self) -> int:
+        return -(-(self.steps or EPOCH) // EPOCH)
 
     @property
     def loop(self) -> Recipe:
         """What the loop of every training needs to know of it."""
         shared = {name: getattr(self, name) for name in ("lr", "weight_decay", "average", "clip", "seed", "minutes")}
-        epochs = (self.steps or EPOCH) // self.steps_per_epoch
-        return Recipe(self.sigmas[1], epochs=epochs, batch_size=1, optimiser="adamw", **shared)
+        return Recipe(self.sigmas[1], epochs=self._epochs, batch_size=1, optimiser="adamw", **shared)
 
 
 # -- images ------------------------------------------------------------------------------------------------------------
@@ -258,8 +263,10 @@ def train_denoiser(
     out, device = Path(out), torch.device(device)
     checkpoint = checkpoint_for(out, resume)
     groups, held = ([group.to(device) for group in some] for some in _parts(images, recipe.seed))
-    torch.manual_seed(recipe.seed)
-    network = _start(start, groups[0].shape[1], recipe).to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+    with torch.random.fork_rng([]):
+        torch.manual_seed(recipe.seed)
+        network = _start(start, groups[0].shape[1], recipe)
+    network = network.to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
     if classifier is not None:
         for group in groups:
             outputs_of(classifier.to(device), group[:2].float() / 255)

@@ -17,7 +17,7 @@ from keepcover.bounds import conformal_quantile
 from keepcover.errors import InputError
 from keepcover.evaluation.random_splits import random_splits
 from keepcover.noise import Gaussian, Threat
-from keepcover.pages.plots import CERTIFIED, COLORS, MARKERS, SOFT, VANILLA, subplots
+from keepcover.pages.plots import CERTIFIED, COLORS, MARKERS, SOFT, VANILLA, styled, subplots
 from keepcover.paper import closed_form
 from keepcover.paper.reproduce.material import Material
 from keepcover.paper.reproduce.tables import DENOISED, OFF_THE_SHELF, TOWARDS, Origin
@@ -125,6 +125,7 @@ def accuracy(material: Material, _draws: int) -> Rows:
 # -- drawings ----------------------------------------------------------------------------------------------------------
 
 
+@styled
 def draw_inverse_cdf(rows: Sequence[dict[str, Any]]) -> Any:
     figure, axes = subplots(1, 2, figsize=(8.4, 3.4), sharey=True)
     for axis, score in zip(axes, ("aps", "hps"), strict=True):
@@ -137,6 +138,7 @@ def draw_inverse_cdf(rows: Sequence[dict[str, Any]]) -> Any:
     return figure
 
 
+@styled
 def draw_densities(rows: Sequence[dict[str, Any]]) -> Any:
     figure, axes = subplots(1, 2, figsize=(8.4, 3.2), sharey=True)
     for axis, row in zip(axes, rows, strict=True):
@@ -153,6 +155,7 @@ def draw_densities(rows: Sequence[dict[str, Any]]) -> Any:
     return figure
 
 
+@styled
 def draw_overhead(rows: Sequence[dict[str, Any]]) -> Any:
     figure, axis = subplots(figsize=(6, 3.4))
     held, times = zip(
@@ -168,6 +171,7 @@ def draw_overhead(rows: Sequence[dict[str, Any]]) -> Any:
     return figure
 
 
+@styled
 def draw_motivation(rows: Sequence[dict[str, Any]]) -> Any:
     """Coverage and size, clean and attacked, as bars."""
     shown = ("Vanilla CP", "RSCP", "RSCP, PTT + RCT", "exact, 1 draw", "exact, 16 draws")
@@ -203,6 +207,7 @@ def _line(axis: Any, index: int, name: str, points: Sequence[tuple[float, float,
     axis.errorbar(*zip(*points, strict=True), ms=4, capsize=2, label=name, **style)
 
 
+@styled
 def _lines(rows: Sequence[dict[str, Any]], xlabel: str) -> Any:
     """Size against the number in a column's name, a line per row of the table, with what the paper prints."""
     figure, axis = subplots(figsize=(6.4, 3.6))
@@ -227,6 +232,7 @@ def sigmoid_cdf(*_: Any) -> Rows:
     return [{"T": T, "t": t, "cdf": float(closed_form.sigmoid_cdf(t, 1 - ALPHA, T))} for T, t in places]
 
 
+@styled
 def draw_accuracy(rows: Sequence[dict[str, Any]]) -> Any:
     figure, axis = subplots(figsize=(6, 3.4))
     for index, name in enumerate(dict.fromkeys(row["network"] for row in rows)):
