@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from numpy import ndarray
 from scipy import stats
+from scipy.optimize import linprog
 
 from keepcover.bounds import Counts, is_majorant, majorant, majorant_cost, majorant_gap
-from keepcover.bounds.majorant import breakpoints
+from keepcover.bounds.majorant import INCREMENT_COST, breakpoints
 from keepcover.noise import Gaussian, Threat
 from tests.bounds.brute import bimodal_weights, counts_of, curve
 
@@ -46,14 +47,14 @@ def test_majorant_is_valid_everywhere(n_cal: int, draws: int, kappa: int, r: flo
 def test_is_majorant_tells_honest_g_from_scaled_ones(
     n_cal: int, draws: int, kappa: int, r: float, gamma: float
 ) -> None:
-    """The program's cells leave up to 0.002 above h; without it, g touches h, and a thousandth less must not pass."""
+    """The program's cells leave a little above h; without it, g touches h, and a thousandth less must not pass."""
     counts = counts_of(n_cal, draws, r)
     g, _ = majorant(bimodal_weights(n_cal), counts, kappa, gamma)
     assert is_majorant(g, counts, kappa, gamma)
     assert is_majorant(g + 0.01, counts, kappa, gamma)
     q, _, h = curve(n_cal, 0, draws, kappa, r, gamma, points=5001)
     slack = float((expectation(g, q) - h).min())
-    assert 0 <= slack <= 0.0021
+    assert 0 <= slack <= 2e-4
     assert not is_majorant(0.999 * (g - slack), counts, kappa, gamma)
     assert not is_majorant(0.999 * g - slack, counts, kappa, gamma)
     assert not is_majorant(g - slack - 1e-5, counts, kappa, gamma)
@@ -109,6 +110,19 @@ def test_majorant_is_no_dearer_than_the_best_hull_rule(
 
 
 @cases
+def test_majorant_costs_hardly_more_than_any_must(n_cal: int, draws: int, kappa: int, r: float, gamma: float) -> None:
+    """The cheapest g that dominates h on a few thousand q alone, which every valid g does: 0.3 % less, not 2 % as with whole cells."""
+    weights = bimodal_weights(n_cal)
+    _, cost = majorant(weights, counts_of(n_cal, draws, r), kappa, gamma)
+    q, _, h = curve(n_cal, 0, draws, kappa, r, gamma, points=1201)
+    reached = stats.binom.sf(np.arange(n_cal + 1) - 1, n_cal, q[:, None])  # E of g that rises by 1 at each count
+    rises = weights[::-1].cumsum()[::-1] + np.append(0.0, np.full(n_cal, INCREMENT_COST))
+    best = linprog(rises, A_ub=-reached, b_ub=-h, bounds=(0, None)).x
+    least = float(weights @ best.cumsum())
+    assert least * (1 - 1e-3) <= cost <= least * 1.006
+
+
+@cases
 def test_the_cost_for_choosing_is_close_to_the_certified_one(
     n_cal: int, draws: int, kappa: int, r: float, gamma: float
 ) -> None:
@@ -141,4 +155,4 @@ def test_tampering_asks_for_a_larger_g() -> None:
 def test_breakpoints_hold_both_ends() -> None:
     assert breakpoints(5) == (1, 2, 3, 4, 5)
     many = breakpoints(1000)
-    assert (many[0], many[-1], len(many)) == (1, 1000, 48)
+    assert (many[0], many[-1], len(many)) == (1, 1000, 128)

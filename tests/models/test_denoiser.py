@@ -203,9 +203,11 @@ def test_training_takes_the_steps_asked_for_and_leaves_the_global_generator(tmp_
     assert [DenoiserRecipe(steps=steps).steps_per_epoch for steps in (7, 100, 150, 1500)] == [7, 100, 75, 100]
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    card = train_denoiser(photographs(), DenoiserRecipe(steps=102, pixels=2**9), tmp_path / "own.safetensors", say=str)
-    assert card["steps"] == 102  # two epochs of 51
-    assert torch.equal(torch.get_rng_state(), before)
+    for start, steps in ((None, 2), (Denoiser(**SMALL), 102)):  # 102 are two epochs of 51
+        recipe = DenoiserRecipe(steps=steps, pixels=2**9)
+        card = train_denoiser(photographs(), recipe, tmp_path / f"{steps}.safetensors", start=start, say=str)
+        assert card["steps"] == steps
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_training_by_minutes_takes_as_many_steps_as_fit(tmp_path: Path) -> None:

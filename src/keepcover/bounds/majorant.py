@@ -17,11 +17,14 @@ from scipy.special import expit, logit
 from keepcover.bounds.counts import Counts, between
 from keepcover.bounds.laws import binomial_tail
 
-# Cells of the linear program are cut where h crosses these heights, so that pairing h at the right end of a cell with
-# E g at its left end costs at most the distance between two of them: fine where alpha lives, coarser above.
+# Cells of the linear program are first cut where h crosses these heights: pairing h at the right end of a cell with E g at its
+# left end costs at most the distance between two of them. Where that costs anything they are then cut finer.
 _EVEN = (np.arange(*span) for span in ((0.0005, 0.02, 0.0005), (0.02, 0.2, 0.002), (0.2, 1.0, 0.01)))
 _HEIGHTS = np.concatenate([np.geomspace(1e-7, 4e-4, 24), *_EVEN])
 INCREMENT_COST = 1 / 2500  # per unit of rise: keeps g finite at counts the holdout never showed
+PRECISION = 3e-3  # of h: what pairing the two ends of a cell may cost in the end
+PARTS, MOST_CELLS = 4, 1000  # of a cell that is cut, and of a program that is cut further
+DEPTH = 8  # how often cells are cut to verify a g
 
 
 @lru_cache(maxsize=256)
@@ -39,7 +42,7 @@ def _constraints(q: ndarray, counts: Counts, kappa: int, gamma: float) -> tuple[
     return _tails(q[:-1], counts, breakpoints(counts.calibration_draws)), counts.missed(kappa, q[1:], gamma)
 
 
-def breakpoints(calibration_draws: int, most: int = 48) -> tuple[int, ...]:
+def breakpoints(calibration_draws: int, most: int = 128) -> tuple[int, ...]:
     """The counts at which a majorant may rise: all of them for few draws, else an even subset with both ends."""
     return tuple(int(j) for j in np.unique(np.linspace(1, calibration_draws, min(most, calibration_draws)).round()))
 
@@ -59,9 +62,10 @@ def majorant(
     r"""The cheapest nondecreasing g on {0..N_cal} with :math:`E\,g(\mathrm{Bin}(N_{cal}, q)) \ge h(q)` for every q.
 
     ``weights[j]`` is the share of holdout points whose count is j; the cost is :math:`\sum_j w_j g(j)` plus a little per
-    unit of rise, and ``price`` per unit of the largest value where a promise pays for it. A linear program over the rises of g (HiGHS). Every q lies in a cell whose constraint pairs h at the right
-    end with E g at the left end; both increase in q, so the constraint holds on the whole cell. Tight cells are then split
-    and the program solved again.
+    unit of rise, and ``price`` per unit of the largest value where a promise pays for it. A linear program over the rises of
+    g (HiGHS). Every q lies in a cell whose constraint pairs h at the right end with E g at the left end; both increase in q,
+    so the constraint holds on the whole cell. Cells in which that costs anything are cut and the program is solved again,
+    until h rises by at most 0.3 % of itself in each of them. At 2 % sets of one draw per query were 1 % larger.
 
     Returns:
         g, lifted so that every constraint holds in float64 with 1e-6 to spare, and its cost without the increments.
@@ -76,13 +80,17 @@ def majorant(
     # Points with nothing to cover weigh nothing, but how many there are differs from sample to sample: g(0) costs as if none were.
     cost = np.array([1.0, *(weights[j:].sum() + INCREMENT_COST for j in steps)]) + price
     q, expect, need = _cells(counts, kappa, gamma)
-    tight = np.flatnonzero(expect @ _solve(cost, expect, need) - need < 1e-7)
-    tight = np.clip(tight, 1, max(len(q) - 3, 1))
-    tight = tight[q[tight + 1] < 1]
-    q = np.unique(np.concatenate([q, between(q[tight], q[tight + 1], 8)]))
-    expect, need = _constraints(q, counts, kappa, gamma)
+    while True:
+        solved = _solve(cost, expect, need)
+        rise = np.diff(need, prepend=0.0)
+        loses = (expect @ solved - need < rise) & (rise > PRECISION * need + 1e-5)
+        split = np.flatnonzero(loses & (q[:-1] > 0) & (q[1:] < 1))
+        if not len(split) or len(q) > MOST_CELLS:
+            break
+        q = np.unique(np.concatenate([q, between(q[split], q[split + 1], PARTS)]))
+        expect, need = _constraints(q, counts, kappa, gamma)
     rises = np.zeros(counts.calibration_draws + 1)
-    rises[[0, *steps]] = np.maximum(_solve(cost, expect, need), 0.0)
+    rises[[0, *steps]] = np.maximum(solved, 0.0)
     rises[0] += max(0.0, float(np.max(need - expect @ rises[[0, *steps]]))) + 1e-6
     g = rises.cumsum()
     return g, float(weights @ g)
@@ -143,7 +151,7 @@ def _expected(g: Any, counts: Counts, q: ndarray) -> ndarray:
 def is_majorant(g: Any, counts: Counts, kappa: int, gamma: float = 0.0) -> bool:
     """Whether E g dominates h for **every** q: on each of many cells E g at the left end reaches h at the right end.
 
-    The cells refine those that :func:`majorant` solves on, so that what it returns passes.
+    Cells where it does not are cut as :func:`majorant` cuts them, so that what it returns passes.
 
     Example:
         >>> from keepcover.noise import Gaussian, Threat
@@ -152,7 +160,19 @@ def is_majorant(g: Any, counts: Counts, kappa: int, gamma: float = 0.0) -> bool:
         >>> is_majorant(g, counts, 0), is_majorant(0.9 * g, counts, 0)
         (True, False)
     """
+    if np.any(np.diff(g) < 0):
+        return False
     q = _cells(counts, kappa, gamma)[0]
-    q = np.unique(np.concatenate([q, between(q[1:-2], q[2:-1], 8)]))
-    reached = _expected(g, counts, q[:-1]) >= counts.missed(kappa, q[1:], gamma) - 1e-12
-    return bool(np.all(np.diff(g) >= 0) and np.all(reached))
+    left, right = q[:-1], q[1:]
+    for _ in range(DEPTH):
+        reached = _expected(g, counts, left) + 1e-12
+        short = reached < counts.missed(kappa, right, gamma)
+        if not short.any():
+            return True
+        low, high = left[short], right[short]
+        fails = np.any(reached[short] < counts.missed(kappa, low, gamma))
+        if fails or low[0] == 0 or high[-1] == 1 or len(low) > MOST_CELLS:
+            return False
+        left = between(low, high, PARTS)
+        right = np.where(np.arange(1, len(left) + 1) % PARTS, np.append(left[1:], 1.0), high.repeat(PARTS))
+    return False
