@@ -663,10 +663,9 @@ def false_alarm_table() -> str:
 
 def days_table() -> str:
     """How many days a drift takes to be found, with labels and without."""
-    found, other = results("monitor"), results("monitor-cifar10")
+    found = results("monitor")
     about, config = found["manifest"], found["manifest"]["config"]
     listed = [row for row in found["rows"] if row["table"] == "days"]
-    listed += [row for row in other["rows"] if row["data"] not in {row["data"] for row in listed}]
 
     def days(one: dict[str, Any]) -> str:
         middle, late = ("never" if one[name] is None else f"{one[name]:g}" for name in ("days_50", "days_90"))
@@ -689,7 +688,7 @@ def days_table() -> str:
         f"{table(head, rows)}\n\nDays until half / nine tenths of {config['streams']} streams had the alarm (how many had it within "
         f"{config['days']} days); {config['per day']} labelled queries a day, {config['quiet days']} quiet days before the change, false alarms "
         f"1 in 100. The level that misses are tested against is above α = {config['alpha']:g} because calibration luck is allowed for: {levels}. "
-        f"{by(about, 'monitor')} CIFAR-10: {by(other['manifest'], 'monitor-cifar10')}"
+        f"{by(about, 'monitor')}"
     )
 
 

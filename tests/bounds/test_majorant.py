@@ -10,7 +10,7 @@ from scipy.optimize import linprog
 
 from keepcover.bounds import Counts, is_majorant, majorant, majorant_cost, majorant_gap
 from keepcover.bounds.majorant import INCREMENT_COST, breakpoints
-from keepcover.noise import Gaussian, Threat
+from keepcover.noise import Ablation, Gaussian, Threat
 from tests.bounds.brute import bimodal_weights, counts_of, curve
 
 CASES = [
@@ -77,6 +77,14 @@ def test_every_honest_g_passes_wherever_the_holdout_lies(weight: int) -> None:
             assert is_majorant(g, counts, kappa)
             q, _, h = curve(8, 0, 4, kappa, r, points=3001)
             assert (expectation(g, q) >= h).all()
+
+
+def test_an_honest_g_passes_where_h_bends_within_a_cell() -> None:
+    """Nearly certain draws and a forgiving boundary: h is flat over most of its last cells, which are cut seven times."""
+    counts, weights = Counts(Threat(Ablation(20), 2.0, "l0", (1, 8, 8)), 4, 8), np.array([0.2, 0.0, 0.51, 0.17, 0.12])
+    g, _ = majorant(weights, counts, 7, 0.5)
+    assert is_majorant(g, counts, 7, 0.5)
+    assert not is_majorant(g - 1e-4, counts, 7, 0.5)
 
 
 def test_is_majorant_errs_on_the_safe_side() -> None:

@@ -24,7 +24,7 @@ _HEIGHTS = np.concatenate([np.geomspace(1e-7, 4e-4, 24), *_EVEN])
 INCREMENT_COST = 1 / 2500  # per unit of rise: keeps g finite at counts the holdout never showed
 PRECISION = 3e-3  # of h: what pairing the two ends of a cell may cost in the end
 PARTS, MOST_CELLS = 4, 1000  # of a cell that is cut, and of a program that is cut further
-DEPTH = 8  # how often cells are cut to verify a g
+DEPTH = 16  # how often cells are cut to verify a g; seven times is the most that was seen
 
 
 @lru_cache(maxsize=256)
