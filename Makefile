@@ -44,9 +44,10 @@ explore: $(VENV)/.ready-explore
 	$(BIN)/keepcover explore
 
 QUICK := noise scores bounds promises tasks methods prediction/test_outputs.py
+SLOW := methods/test_audit_law.py tasks/test_several.py
 
 quick: $(VENV)/.ready-test
-	$(BIN)/python -m pytest -q -n auto --dist worksteal $(addprefix tests/,$(QUICK)) --ignore tests/methods/test_audit_law.py
+	$(BIN)/python -m pytest -q -n auto --dist worksteal $(addprefix tests/,$(QUICK)) $(addprefix --ignore tests/,$(SLOW))
 
 test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -q -n auto --dist worksteal
